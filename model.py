@@ -1,0 +1,509 @@
+"""The whole GPT: attention, the Transformer block, the model, its generation and its checkpoints.
+
+    from model import GPT, GPTConfig
+    model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128))
+    logits, loss = model(idx, targets)
+    for token in model.generate(idx, max_new_tokens=100, top_k=40): ...
+
+This file imports nothing else of the project and works when copied away alone.
+
+Shapes: B batch, T queries (the tokens given), S keys (with those in the cache: S >= T),
+C width (n_embd), nh heads, hs size of a head (C / nh), V vocabulary.
+
+References:
+- Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/1706.03762
+- Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2): pre-LayerNorm,
+  learned positions, residual initialisation scaled by depth; the sizes are those of its checkpoints
+- Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", https://arxiv.org/abs/1606.08415
+- Press and Wolf 2017, tied embeddings, https://arxiv.org/abs/1608.05859
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+END_OF_TEXT = "<|endoftext|>"
+# GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# GPTConfig's fields as config.json calls them; then what it may vary elsewhere, but not here.
+FIELDS = {"block_size": "n_positions", "dropout": "resid_pdrop"}
+FIELDS |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
+FIXED = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "n_inner": None,
+}
+
+
+@dataclass
+class GPTConfig:
+    """The sizes of a model; the defaults are GPT-2's (124 M parameters)."""
+
+    block_size: int = 1024  # the longest sequence, in tokens
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True  # in the linear layers and LayerNorms; GPT-2 has them
+
+    def __post_init__(self):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
+
+
+def check_length(length: int, block_size: int):
+    if length > block_size:
+        raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
+
+
+class KVCache:
+    """The keys and values of one attention layer for the positions seen so far.
+
+    Memory for all `block_size` positions is taken once, so that a step copies its own keys only.
+    A model of n_layer blocks takes a list of n_layer caches.
+    """
+
+    def __init__(self):
+        self.k = self.v = None  # (B, nh, block_size, hs)
+        self.length = 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, block_size: int):
+        """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs)."""
+        if self.k is None:
+            B, nh, _, hs = k.shape
+            self.k, self.v = k.new_empty(B, nh, block_size, hs), v.new_empty(B, nh, block_size, hs)
+        start, self.length = self.length, self.length + k.size(2)
+        self.k[:, :, start : self.length] = k
+        self.v[:, :, start : self.length] = v
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+
+
+class MultiHeadAttention(nn.Module):
+    """softmax(Q K^T / sqrt(hs)) V for n_head heads (Vaswani et al. 2017, section 3.2).
+
+    Self-attention, or cross-attention where `context` is given; causal by default. Boolean masks
+    say True = may attend. Dropout acts on the attention weights and on the output, in training.
+    """
+
+    def __init__(
+        self,
+        d_in: int,
+        d_out: int,
+        block_size: int,
+        n_head: int,
+        *,
+        causal: bool = True,
+        dropout: float = 0.0,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+    ):
+        super().__init__()
+        if d_out % n_head:
+            raise ValueError(f"d_out={d_out} is not divisible by n_head={n_head}")
+        self.block_size, self.n_head = block_size, n_head
+        self.causal, self.dropout = causal, dropout
+        self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
+        self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
+        self.resid_dropout = nn.Dropout(dropout)
+        mask = torch.ones(block_size, block_size, dtype=torch.bool)
+        self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None = None,
+        *,
+        padding_mask: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        """x (B, T, d_in) to (B, T, d_out), by the fused kernel.
+
+        context (B, S, d_in): where keys and values come from; x itself if not given.
+        padding_mask (B, S) bool: False hides a key. A query left without any key gets zeros.
+        cache: keys and values of earlier calls, to which those of x are added; S counts both.
+        Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool.
+        """
+        q, k, v = self._project(x, context)
+        past = 0
+        if cache is not None:
+            if context is not None:
+                raise ValueError("a cache serves self-attention only: leave out cache or context")
+            past = cache.length
+            check_length(past + q.size(2), self.block_size)
+            k, v = cache.append(k, v, self.block_size)
+        dropout_p = self.dropout if self.training else 0.0
+        if padding_mask is None and (past == 0 or q.size(2) == 1):
+            # is_causal aligns query 0 with key 0, right only without a past: the flash kernel.
+            # A single query after a past is the newest position and may attend to every key.
+            causal = self.causal and past == 0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=causal)
+        else:
+            mask, has_key = self._mask(q, k, past, padding_mask)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
+            y = y * has_key  # (B, nh, T, hs)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, nh, hs) -> (B, T, d_out): heads side by side
+        return self.resid_dropout(self.c_proj(y))
+
+    def attention_weights(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None = None,
+        *,
+        padding_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """softmax(Q K^T / sqrt(hs)) written out, before dropout: (B, nh, T, S).
+
+        Rows sum to 1; the row of a query without any key is 0. Arguments as for forward.
+        """
+        q, k, _ = self._project(x, context)
+        mask, has_key = self._mask(q, k, 0, padding_mask)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, S)
+        return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) * has_key
+
+    def _project(self, x, context):
+        """q (B, nh, T, hs), k and v (B, nh, S, hs)."""
+        check_length(x.size(1), self.block_size)
+        if context is None:
+            q, k, v = self.c_attn(x).chunk(3, dim=-1)  # each (B, T, d_out)
+        else:
+            check_length(context.size(1), self.block_size)
+            d_out = self.c_proj.in_features
+            weight, bias = self.c_attn.weight, self.c_attn.bias
+            q_bias, kv_bias = (None, None) if bias is None else bias.split([d_out, 2 * d_out])
+            q = F.linear(x, weight[:d_out], q_bias)
+            k, v = F.linear(context, weight[d_out:], kv_bias).chunk(2, dim=-1)
+        # Split the width into heads first, then swap: a bare view would mix positions and heads.
+        return [t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v)]
+
+    def _mask(self, q, k, past, padding_mask):
+        """Which keys a query may attend to, and which queries have one: (B or 1, 1, T, S or 1).
+
+        A query without any key is let loose on all of them, so that its softmax and gradient stay
+        finite; the caller multiplies the outcome by has_key, 0 for such a query.
+        """
+        T, S = q.size(2), k.size(2)
+        mask = self.causal_mask[None, None, past : past + T, :S]
+        if padding_mask is None:
+            return mask, torch.ones_like(mask[..., :1])  # key 0 is open to every query
+        if padding_mask.dtype != torch.bool:
+            got = padding_mask.dtype
+            raise TypeError(f"padding_mask is {got}: must be bool, True = may attend (mask.bool())")
+        if padding_mask.shape != (q.size(0), S):
+            shapes = f"{tuple(padding_mask.shape)}: must be (B, S) = {(q.size(0), S)}"
+            raise ValueError(f"padding_mask has shape {shapes}")
+        mask = mask & padding_mask[:, None, None, :]  # a new tensor: the buffer stays as it is
+        has_key = mask.any(dim=-1, keepdim=True)
+        return mask | ~has_key, has_key
+
+
+class MLP(nn.Module):
+    """Two linear layers with GELU in between, in the tanh form that GPT-2 uses."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4 C)
+        return self.dropout(self.c_proj(x))  # (B, T, C)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): pre-LayerNorm, as in GPT-2."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        C, bias = config.n_embd, config.bias
+        self.ln_1 = nn.LayerNorm(C, bias=bias)
+        self.attn = MultiHeadAttention(
+            C,
+            C,
+            config.block_size,
+            config.n_head,
+            dropout=config.dropout,
+            qkv_bias=bias,
+            proj_bias=bias,
+        )
+        self.ln_2 = nn.LayerNorm(C, bias=bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, padding_mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), padding_mask=padding_mask, cache=cache)
+        return x + self.mlp(self.ln_2(x))  # (B, T, C)
+
+
+def next_token_probs(
+    logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
+) -> torch.Tensor:
+    """Logits (B, V) to the probabilities (B, V) that the next token is drawn from.
+
+    temperature divides the logits, 0 is greedy. Then only these stay: the top_k likeliest (0: all);
+    of what is left the fewest likeliest that reach top_p in sum (Holtzman et al. 2019,
+    https://arxiv.org/abs/1904.09751); of those the ones with at least min_p of the likeliest's
+    probability (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082). The likeliest always stays.
+    """
+    for name, value, allowed, rule in (
+        ("temperature", temperature, 0 <= temperature < math.inf, "at least 0 (0 is greedy)"),
+        ("top_k", top_k, top_k >= 0, "at least 0 (0 keeps all)"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        ("min_p", min_p, 0 <= min_p <= 1, "from 0 to 1"),
+    ):
+        if not allowed:
+            raise ValueError(f"{name}={value}: must be {rule}")
+    if temperature == 0:
+        return F.one_hot(logits.argmax(dim=-1), logits.size(-1)).float()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0: no overflow
+    if 0 < top_k < logits.size(-1):
+        drop = logits < logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(drop, float("-inf"))
+    if top_p < 1:
+        probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
+        drop = probs.cumsum(dim=-1) - probs >= top_p  # the likelier ones suffice already
+        logits = logits.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
+    if min_p > 0:
+        logits = logits.masked_fill(logits < math.log(min_p), float("-inf"))  # the best has 0
+    return logits.softmax(dim=-1)
+
+
+def newest_half(idx, mask, block_size):
+    """Cut the rows that have outgrown the window, idx and mask (B, block_size + 1), to their newest
+    half, and drop the columns that are padding in every row."""
+    keep = max(1, block_size // 2)
+    if mask is None:
+        return idx[:, -keep:], None
+    too_long = mask.sum(dim=1, keepdim=True) > block_size  # (B, 1)
+    older = torch.arange(idx.size(1), device=idx.device) < idx.size(1) - keep  # (S,)
+    mask = mask & ~(too_long & older)
+    start = int(mask.any(dim=0).int().argmax())  # the first column with a token
+    return idx[:, start:], mask[:, start:]
+
+
+def checkpoint_directory(path: str | Path) -> Path:
+    """`path`, a directory with a config.json, or where the hub's GPT-2 of that name was downloaded.
+
+    Raises FileNotFoundError where there is no checkpoint."""
+    path = Path(path)
+    if (
+        re.fullmatch(r"(openai-community/)?gpt2(-medium|-large|-xl)?", str(path))
+        and not path.exists()
+    ):
+        try:
+            from huggingface_hub import snapshot_download
+        except ImportError:
+            raise FileNotFoundError(f"to download {path}: pip install huggingface_hub") from None
+        files = ["config.json", "model*.safetensors", "tokenizer.json"]
+        path = Path(snapshot_download(str(path), allow_patterns=files))
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path}: no checkpoint there (a directory with a config.json)")
+    return path
+
+
+class GPT(nn.Module):
+    """GPT-2's architecture; parameters carry the names of the published checkpoints."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        # Which ids may be drawn: not those that only pad the vocabulary (see restrict_to_tokens).
+        drawable = torch.ones(config.vocab_size, dtype=torch.bool)
+        self.register_buffer("drawable", drawable, persistent=False)
+        self.init_weights()
+
+    def init_weights(self):
+        """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
+        1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3)."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
+                nn.init.normal_(module.weight, mean=0.0, std=0.02 / math.sqrt(depth))
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def num_parameters(self) -> int:
+        """How many parameters there are; the output layer is the embedding and counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def hidden(self, idx, padding_mask=None, cache=None):
+        """The final LayerNorm's output (B, T, C); arguments as for forward."""
+        past = cache[0].length if cache else 0
+        S = past + idx.size(1)
+        check_length(S, self.config.block_size)
+        if padding_mask is None:
+            positions = torch.arange(past, S, device=idx.device)  # (T,)
+        else:  # a sequence's first real token has position 0, however much padding precedes it
+            positions = (padding_mask.cumsum(dim=1) - 1).clamp(min=0)[:, past:]  # (B, T)
+        x = self.drop(self.wte(idx) + self.wpe(positions))  # (B, T, C)
+        for i, block in enumerate(self.h):
+            x = block(x, padding_mask, cache[i] if cache else None)
+        return self.ln_f(x)
+
+    def lm_head(self, x):
+        """Logits (..., V) of hidden states (..., C): the output layer is the token embedding."""
+        return F.linear(x, self.wte.weight)
+
+    def forward(
+        self,
+        idx: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        padding_mask: torch.Tensor | None = None,
+        cache: list[KVCache] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits (B, T, V) and, with targets, the mean cross-entropy in nats per token.
+
+        idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
+        padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S.
+        Raises ValueError for more than block_size tokens, IndexError for an id outside 0..V-1.
+        """
+        logits = self.lm_head(self.hidden(idx, padding_mask, cache))
+        if targets is None:
+            return logits, None
+        # In float32 under autocast too: a sum over V exponentials needs the digits.
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+        return logits, loss
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        padding_mask: torch.Tensor | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """Yield the next token of every row, (B,) int64, max_new_tokens times. Call eval() before.
+
+        idx (B, T), T >= 1, of which the newest block_size count; prompts of unequal length are
+        padded on the left and padding_mask (B, T) is False there: each row gives what it gives
+        alone. generator: one for all rows, or a list with one a row. Filters: see next_token_probs.
+
+        A row of more than block_size tokens goes on from its newest block_size / 2, and the cache
+        is built anew: once in block_size / 2 tokens instead of at every one.
+        """
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 0")
+        if idx.size(1) == 0:
+            raise ValueError("idx has no tokens: start from end-of-text or a newline")
+        block_size = self.config.block_size
+        idx = idx[:, -block_size:]
+        mask = None if padding_mask is None else padding_mask[:, -block_size:]
+        new, cache = idx, [KVCache() for _ in self.h]
+        for _ in range(max_new_tokens):
+            logits = self.lm_head(self.hidden(new, mask, cache)[:, -1])  # (B, V), the last position
+            logits = logits.float().masked_fill(~self.drawable, float("-inf"))
+            probs = next_token_probs(logits, temperature, top_k, top_p, min_p)
+            if isinstance(generator, Sequence):
+                rows = zip(probs, generator, strict=True)
+                token = torch.cat([torch.multinomial(p, 1, generator=g) for p, g in rows])
+            else:
+                token = torch.multinomial(probs, 1, generator=generator)[:, 0]
+            yield token
+            new = token[:, None]
+            idx = torch.cat([idx, new], dim=1)
+            if mask is not None:
+                mask = torch.cat([mask, torch.ones_like(new, dtype=torch.bool)], dim=1)
+            if idx.size(1) > block_size:
+                idx, mask = newest_half(idx, mask, block_size)
+                new, cache = idx, [KVCache() for _ in self.h]
+
+    def restrict_to_tokens(self, tokenizer_json: str):
+        """Let generate draw only the ids that a tokenizer has, given its tokenizer.json as text."""
+        tokenizer = json.loads(tokenizer_json)
+        ids = [*tokenizer["model"]["vocab"].values()]
+        ids += [token["id"] for token in tokenizer["added_tokens"]]
+        self.drawable.fill_(False)
+        self.drawable[[i for i in ids if i < self.config.vocab_size]] = True
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> "GPT":
+        """The model, in eval mode and float32, of a directory with config.json and
+        model.safetensors as Hugging Face's GPT2LMHeadModel or save_pretrained writes them; or of
+        the hub name of a GPT-2. Raises FileNotFoundError, or ValueError for another architecture.
+        """
+        path = checkpoint_directory(path)
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        for key, value in FIXED.items():
+            if config.get(key, value) != value:
+                raise ValueError(f"{path}: {key} is {config[key]!r}, this model has {value!r} only")
+        model = cls(GPTConfig(**{ours: config[hf] for ours, hf in FIELDS.items() if hf in config}))
+        stored = {}
+        for file in sorted(path.glob("model*.safetensors")):
+            stored |= {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+        for name, parameter in model.named_parameters():
+            tensor = stored.get(name, torch.empty(0))
+            tensor = tensor.T if name.endswith(CONV1D) else tensor
+            if tensor.shape != parameter.shape:
+                raise ValueError(
+                    f"{path}: {name} of model.safetensors has not the size in config.json"
+                )
+            parameter.data.copy_(tensor)
+        if (path / "tokenizer.json").exists():
+            model.restrict_to_tokens((path / "tokenizer.json").read_text(encoding="utf-8"))
+        return model.eval()
+
+    def save_pretrained(self, path: str | Path, tokenizer_json: str | None = None):
+        """Write config.json and model.safetensors as Hugging Face's GPT2LMHeadModel has them, and
+        tokenizer.json with tokenizer_config.json where the tokenizer's JSON text is given."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {}
+        for name, parameter in self.named_parameters():
+            tensor = parameter.detach().cpu()
+            if not self.config.bias and not name.startswith(("wte", "wpe")):
+                zeros = torch.zeros(
+                    tensor.size(0), dtype=tensor.dtype
+                )  # GPT-2 has biases: of zeros
+                tensors[f"transformer.{name.removesuffix('weight')}bias"] = zeros
+            tensor = tensor.T if name.endswith(CONV1D) else tensor
+            tensors[f"transformer.{name}"] = tensor.contiguous()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+        added = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
+        end_of_text = {token["content"]: token["id"] for token in added}.get(END_OF_TEXT)
+        config = {"architectures": ["GPT2LMHeadModel"], **FIXED}
+        config |= {hf: getattr(self.config, ours) for ours, hf in FIELDS.items()}
+        config |= {"embd_pdrop": self.config.dropout, "attn_pdrop": self.config.dropout}
+        config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+        config |= {"dtype": str(self.wte.weight.dtype).removeprefix("torch.")}
+        files = {"config.json": json.dumps(config, indent=2)}
+        if tokenizer_json is not None:
+            # Not GPT2Tokenizer, which would put GPT-2's split pattern in the place of ours.
+            tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            tokenizer_config |= {"model_max_length": self.config.block_size}
+            if end_of_text is not None:
+                names = ["bos_token", "eos_token", "unk_token"]
+                tokenizer_config |= dict.fromkeys(names, END_OF_TEXT)
+            files |= {"tokenizer_config.json": json.dumps(tokenizer_config, indent=2)}
+            files |= {"tokenizer.json": tokenizer_json}
+        for name, text in files.items():
+            (path / name).write_text(text, encoding="utf-8")
