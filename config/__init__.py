@@ -1,0 +1,191 @@
+"""Configuration: the fields of a dataclass are the flags, with their types, defaults and help.
+
+    @dataclass
+    class SampleConfig:
+        top_k: int = 200  # draw from the k likeliest tokens only; 0 for all
+
+    config, given = load(SampleConfig, __doc__)
+
+gives `--top_k 200` and `--top_k=200`, and the comment is its line in `--help`. A preset is a flat
+TOML file of the same keys. Defaults < presets from left to right < flags. Nothing is executed.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import math
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+class UserError(Exception):
+    """A mistake of the user's: its message is one line with the value and the way out."""
+
+
+def run(main: Callable[[], int | None]):
+    """Run a script's main; a user's mistake becomes one line on standard error and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")  # whatever the locale says
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
+    except BrokenPipeError:  # `sample.py | head`: the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def load(
+    cls: type,
+    description: str,
+    argv: Sequence[str] | None = None,
+    positional: str | None = None,
+    default_preset: Path | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """An instance of the dataclass `cls` and the flags that were given, from the command line.
+
+    positional: the field that takes the arguments without a flag; without it they are presets,
+    and `default_preset` is read where none is named. A usage error exits with code 2.
+    """
+    types = get_type_hints(cls)
+    parser = _Parser(
+        description=description.strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # so that what was given can be told from defaults
+        allow_abbrev=False,
+    )
+    helps = _comments(cls)
+    for field in dataclasses.fields(cls):
+        default = None if field.default is dataclasses.MISSING else field.default
+        text = helps[field.name].replace("%", "%%")
+        if default not in (None, "", ()):
+            text += f" (default: {default})"
+        options: dict[str, Any] = {"help": text, "type": _converter(types[field.name])}
+        many = get_origin(types[field.name]) is tuple
+        if field.name == positional:
+            options["nargs"] = "*" if many else "?"
+            if not many:
+                options["default"] = argparse.SUPPRESS
+            parser.add_argument(field.name, metavar=field.name.upper(), **options)
+            continue
+        if types[field.name] is bool:
+            options |= {"nargs": "?", "const": True}
+        if many:
+            options["action"] = "append"
+        parser.add_argument(f"--{field.name}", metavar=_type_name(types[field.name]), **options)
+    if positional is None:
+        parser.add_argument("presets", nargs="*", metavar="PRESET.toml", help="files of settings")
+
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].split("=")[0]
+        parser.error(f"unknown argument {flag}{_nearest(flag.lstrip('-'), types, '--')}")
+    given = vars(namespace)
+    values = {}
+    presets = given.pop("presets", [])
+    for preset in presets or ([default_preset] if default_preset else []):
+        values |= read_preset(cls, preset)
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    try:
+        return cls(**(values | given)), given
+    except UserError as error:
+        parser.error(str(error))
+
+
+def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file, checked against the fields of `cls`. Raises UserError."""
+    path = Path(path)
+    if not path.exists() and (Path(__file__).parent.parent / path).exists():
+        path = Path(__file__).parent.parent / path  # `config/gpt2.toml` from any directory
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such preset{_presets()}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+    return {name: check(cls, name, value, str(path)) for name, value in values.items()}
+
+
+def check(cls: type, name: str, value: Any, where: str) -> Any:
+    """`value` as the type of the field `name`. Raises UserError, which names `where` it stood."""
+    types = get_type_hints(cls)
+    if name not in types:
+        raise UserError(f"{where}: unknown key {name}{_nearest(name, types)}")
+    expected = types[name]
+    if get_origin(expected) is Literal:
+        fits = str(value) in map(str, get_args(expected))
+        if fits:
+            return str(value)
+    elif expected is float:
+        fits = type(value) in (int, float) and math.isfinite(value)
+        value = float(value) if fits else value
+    else:
+        fits = type(value) is expected
+    if not fits:
+        raise UserError(f"{where}: {name} = {value!r} is not {_type_name(expected)}")
+    return value
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """One line, without the usage text: that is what --help is for."""
+        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
+
+
+def _comments(cls):
+    """The comment behind each field in the source of `cls`: {field: comment}."""
+    lines = inspect.getsource(cls).splitlines()
+    found = (re.match(r"\s+(\w+):.*?\s# (.+)", line) for line in lines)
+    return {match[1]: match[2] for match in found if match}
+
+
+def _converter(expected):
+    """A function from a flag's text to its value, as argparse wants it."""
+    if get_origin(expected) is tuple:
+        expected = get_args(expected)[0]
+
+    def convert(text):
+        try:
+            if expected is bool:
+                return {"true": True, "false": False}[text.lower()]
+            if get_origin(expected) is Literal:
+                return {str(choice).lower(): str(choice) for choice in get_args(expected)}[
+                    text.lower()
+                ]
+            value = expected(text)
+            if expected is float and not math.isfinite(value):
+                raise ValueError
+            return value
+        except (KeyError, ValueError):
+            message = f"{text!r} is not {_type_name(expected)}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return convert
+
+
+def _type_name(expected):
+    if get_origin(expected) is tuple:
+        expected = get_args(expected)[0]
+    if get_origin(expected) is Literal:
+        return "|".join(str(choice) for choice in get_args(expected))
+    names = {bool: "True|False", int: "integer", float: "number", str: "text"}
+    return names[expected]
+
+
+def _nearest(name, names, prefix=""):
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f": did you mean {prefix}{matches[0]}?" if matches else ""
+
+
+def _presets():
+    return ": there are " + ", ".join(
+        f"config/{path.name}" for path in sorted(Path(__file__).parent.glob("*.toml"))
+    )

@@ -1,0 +1,585 @@
+"""Text to token ids, and the tokenizers.
+
+    python prepare.py                            # the language reference that ships with Python
+    python prepare.py shakespeare                # a named download, checked by its sha256
+    python prepare.py my.txt notes/ chat.jsonl.gz --tokenizer gpt2 --name mine
+
+writes data/NAME/: train-00000.npy ..., val.npy (token ids), tokenizer.json and meta.json. Documents
+are separated by the end-of-text token. The text is read twice, to check it and to encode it, piece
+by piece, so that memory stays bounded; the directory appears whole or not at all.
+
+Every tokenizer is a tiktoken.Encoding and is stored as Hugging Face's tokenizer.json.
+
+References:
+- Sennrich et al. 2016, byte-pair encoding, https://arxiv.org/abs/1508.07909
+- tiktoken, https://github.com/openai/tiktoken
+- the format of tokenizer.json: https://huggingface.co/docs/tokenizers
+"""
+
+import array
+import gzip
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import urllib.request
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from tqdm import tqdm
+
+from config import UserError, load, run
+
+END_OF_TEXT = "<|endoftext|>"
+ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
+# GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+TOKENS_PER_SHARD = 100_000_000
+PIECE = 1 << 20  # bytes read at a time
+DOWNLOADS = {  # name: (address, sha256)
+    "shakespeare": (
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    )
+}
+
+
+@dataclass
+class PrepareConfig:
+    sources: tuple[str, ...] = ()  # text files, folders, .jsonl(.gz); or shakespeare; or nothing
+    tokenizer: str = "char"  # char, byte, or the name of a tiktoken encoding such as gpt2
+    name: str = ""  # the directory under data/; otherwise called after the first source
+    overwrite: bool = False  # replace data/NAME if it is there
+
+    def __post_init__(self):
+        if Path(self.name).name != self.name or self.name == "..":
+            raise UserError(f"--name {self.name!r}: give a plain name, for a directory under data/")
+
+
+# ---------------------------------------------------------------------------- tokenizers
+
+
+def build_tokenizer(kind: str, alphabet: Iterable[str], end_of_text: bool) -> tiktoken.Encoding:
+    """The tokenizer called `kind`: "char" over `alphabet`, "byte", or a tiktoken encoding.
+
+    end_of_text: whether char and byte reserve an id for it, behind all others.
+    >>> build_tokenizer("char", "abc", end_of_text=True).encode_ordinary("cab")
+    [2, 0, 1]
+    """
+    if kind in ("char", "byte"):
+        if kind == "char":
+            tokens = [character.encode() for character in sorted(alphabet)]
+        else:
+            tokens = [bytes([i]) for i in range(256)]
+        ranks = {token: i for i, token in enumerate(tokens)}
+        special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
+        return tiktoken.Encoding(
+            kind, pat_str=ANY_CHARACTER, mergeable_ranks=ranks, special_tokens=special
+        )
+    if kind not in tiktoken.list_encoding_names():
+        names = ", ".join(["char", "byte", *sorted(tiktoken.list_encoding_names())])
+        raise UserError(f"unknown tokenizer {kind!r}: there are {names}")
+    try:
+        return tiktoken.get_encoding(kind)
+    except OSError as error:  # requests' errors are OSErrors
+        raise UserError(
+            f"tokenizer {kind!r}: no vocabulary ({type(error).__name__}); tiktoken downloads it once: "
+            "connect, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+        ) from None
+
+
+def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
+    """Token ids, (n,) uint32; special tokens in the text are plain text.
+
+    Raises UserError for a character that the tokenizer lacks: tiktoken itself would abort.
+    """
+
+    def has(token):
+        try:
+            return encoding.encode_single_token(token) is not None
+        except KeyError:
+            return False
+
+    for character in sorted(set(text)):
+        if 0xD800 <= ord(character) <= 0xDFFF:
+            raise UserError(f"{what} is not valid UTF-8")
+        raw = character.encode()
+        if not (has(raw) or all(has(bytes([byte])) for byte in raw)):
+            before = text[: text.index(character)]
+            line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+            raise UserError(
+                f"{what}, line {line}, column {column}: the tokenizer does not know the character "
+                f"{character!r} (U+{ord(character):04X}); it was not in the training text"
+            )
+    return encoding.encode_to_numpy(text, disallowed_special=())
+
+
+def start_token(encoding: tiktoken.Encoding) -> int:
+    """What a text without a prompt starts from: end-of-text, or a newline, or the first token."""
+    if END_OF_TEXT in encoding.special_tokens_set:
+        return encoding.eot_token
+    try:
+        return encoding.encode_single_token(b"\n")
+    except KeyError:
+        return 0
+
+
+def _byte_letters():
+    """ByteLevel's printable letter for each byte, which GPT-2's vocabulary files are written in:
+    the byte's own Latin-1 character if that is visible, otherwise the next one from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+
+
+BYTE_TO_LETTER = _byte_letters()
+LETTER_TO_BYTE = {letter: byte for byte, letter in BYTE_TO_LETTER.items()}
+
+
+def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
+    """The text of a tokenizer.json that Hugging Face's tokenizers and load_tokenizer read alike."""
+    ranks = encoding._mergeable_ranks
+
+    def letters(token):
+        return "".join(BYTE_TO_LETTER[byte] for byte in token)
+
+    merges = []
+    if all(bytes([byte]) in ranks for byte in range(256)):  # not char: its tokens have no parts
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+            if len(token) > 1:
+                parts = _merge(ranks, token, rank)
+                if len(parts) == 2:
+                    merges.append([letters(part) for part in parts])
+    # {1,3}+ is possessive for tiktoken and a repetition for Hugging Face's engine. Nothing follows
+    # it in an alternative, so that without the + both mean the same.
+    pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", encoding._pat_str)
+    added = [
+        {"id": id, "content": content, "special": True}
+        | dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+        for content, id in sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, byte_level | {"use_regex": False}],
+        },
+        "post_processor": None,
+        "decoder": byte_level | {"use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # as tiktoken: a piece that is a token is that token
+            "vocab": {letters(token): rank for token, rank in ranks.items()},
+            "merges": merges,
+        },
+    }
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _merge(ranks, token, limit):
+    """The parts of `token` after all merges of a rank below `limit`: two for a token of a BPE."""
+    parts = [bytes([byte]) for byte in token]
+    while True:
+        pairs = [ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
+        if not pairs or min(pairs) >= limit:
+            return parts
+        i = pairs.index(min(pairs))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
+    """The tokenizer of a data or checkpoint directory; GPT-2's own tokenizer.json is read too.
+
+    Raises UserError where there is none, or one that is not a byte-level BPE."""
+    file = Path(path) / "tokenizer.json"
+    try:
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: not found; the tokenizer belongs there") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    try:
+        pattern = _split_pattern(tokenizer["pre_tokenizer"])
+        special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        ranks = {
+            bytes(LETTER_TO_BYTE[letter] for letter in token): id
+            for token, id in tokenizer["model"]["vocab"].items()
+            if token not in special
+        }
+        return tiktoken.Encoding(
+            Path(path).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{file}: not a byte-level BPE as prepare.py writes it ({error!r})"
+        ) from None
+
+
+def _split_pattern(pre_tokenizer):
+    if pre_tokenizer["type"] == "ByteLevel" and not pre_tokenizer["add_prefix_space"]:
+        return GPT2_PATTERN
+    split, byte_level = pre_tokenizer["pretokenizers"]
+    if (split["type"], byte_level["type"], byte_level["use_regex"]) != (
+        "Split",
+        "ByteLevel",
+        False,
+    ):
+        raise ValueError("its pre_tokenizer is another")
+    return split["pattern"]["Regex"]
+
+
+# ---------------------------------------------------------------------------- reading text
+
+
+def find_files(sources: Sequence[str]) -> list[Path]:
+    """The files among `sources` and below the folders among them, in a fixed order.
+
+    Raises UserError for a file that is missing, and for a folder without text."""
+    files = []
+    for source in map(Path, sources):
+        if not source.exists():
+            raise UserError(f"{source}: no such file or folder")
+        if not source.is_dir():
+            files.append(source)
+            continue
+        inside = sorted(
+            file
+            for file in source.rglob("*")
+            if file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(source).parts)
+        )
+        text = [file for file in inside if _looks_like_text(file)]
+        if not text:
+            raise UserError(f"{source}: no text in this folder ({len(inside)} files)")
+        if len(text) < len(inside):
+            first = next(file for file in inside if file not in set(text))
+            print(f"{source}: left out {len(inside) - len(text)} files without text, {first} first")
+        files += text
+    return files
+
+
+def _looks_like_text(file):
+    if file.name.endswith(".jsonl.gz"):
+        return True
+    with file.open("rb") as f:
+        start = f.read(8192)
+    try:
+        return bool(start) and b"\0" not in start and start.decode("utf-8") is not None
+    except UnicodeDecodeError as error:
+        return error.start >= len(start) - 3 and len(start) == 8192  # the cut character at the end
+
+
+def read_pieces(file: Path, progress: tqdm) -> Iterator[tuple[str, bool]]:
+    """The text of a file as (piece, whether a document ends with it); `progress` counts bytes.
+
+    A .jsonl or .jsonl.gz file has a document in the "text" field of each line; any other file is
+    one document. Raises UserError for what is not UTF-8 text, with the place.
+    """
+    try:
+        with file.open("rb") as raw:
+            if file.name.endswith((".jsonl", ".jsonl.gz")):
+                lines = gzip.open(raw) if file.suffix == ".gz" else raw
+                yield from _read_jsonl(file, lines, raw, progress)
+            else:
+                yield from _read_text(file, raw, progress)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+
+
+def _read_text(file, raw, progress):
+    text, undecoded, offset = "", b"", 0  # offset: of `undecoded` in the file
+    while True:
+        chunk = raw.read(PIECE)
+        progress.update(len(chunk))
+        undecoded += chunk
+        try:
+            decoded = undecoded.decode("utf-8")
+            rest = b""
+        except UnicodeDecodeError as error:
+            if not chunk or error.end < len(undecoded) or error.reason != "unexpected end of data":
+                at = offset + error.start
+                raise UserError(
+                    f"{file}: not UTF-8 at byte {at} (0x{undecoded[error.start]:02x}); save it as UTF-8"
+                ) from None
+            decoded, rest = undecoded[: error.start].decode("utf-8"), undecoded[error.start :]
+        if "\0" in decoded:
+            at = offset + len(decoded[: decoded.index("\0")].encode())
+            raise UserError(f"{file}: a NUL byte at byte {at}; this is not a text file")
+        if offset == 0:
+            decoded = decoded.removeprefix("\ufeff")  # the byte-order mark
+        offset += len(undecoded) - len(rest)
+        text, undecoded = text + decoded, rest
+        if not chunk:
+            yield text, True
+            return
+        cut = _safe_cut(text)
+        if cut:
+            yield text[:cut], False
+            text = text[cut:]
+
+
+def _safe_cut(text):
+    """The last place where the pieces can be encoded apart and give the same tokens: before white
+    space that follows a letter, where no tokenizer's pattern has a token in common. 0 if nowhere.
+    """
+    for i in range(len(text) - 1, 0, -1):
+        if text[i].isspace() and text[i - 1].isalpha():
+            return i
+    return len(text) if len(text) > 16 * PIECE else 0
+
+
+def _read_jsonl(file, lines, raw, progress):
+    done = 0
+    for number, line in enumerate(lines, start=1):
+        position = raw.tell()
+        progress.update(position - done)
+        done = position
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line.decode("utf-8-sig"))["text"]
+            text.encode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: line {number}: not UTF-8 at its byte {error.start}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f'{file}: line {number}: not a JSON object with a "text"') from None
+        if "\0" in text:
+            raise UserError(f"{file}: line {number}: a NUL character in its text")
+        if text:
+            yield text, True
+
+
+def embedded_corpus() -> dict[str, str]:
+    """Python's language reference, {topic: text}: about 460 kB of English that is always there."""
+    try:
+        return importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        raise UserError(
+            "this Python comes without pydoc_data, the text of the quick start: "
+            "give a text file: python prepare.py my.txt"
+        ) from None
+
+
+def download(name: str, directory: Path) -> Path:
+    """Fetch a text of DOWNLOADS into `directory` and check its sha256. Raises UserError."""
+    address, expected = DOWNLOADS[name]
+    try:
+        with urllib.request.urlopen(address, timeout=30) as response:
+            content = response.read()
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(
+            f"{name}: cannot download {address} ({reason}); fetch it with a browser, save it as "
+            f"{name}.txt and run: python prepare.py {name}.txt"
+        ) from None
+    if hashlib.sha256(content).hexdigest() != expected:
+        raise UserError(f"{name}: what {address} gave has another sha256 than {expected}")
+    file = directory / f"{name}.txt"
+    file.write_bytes(content)
+    return file
+
+
+# ---------------------------------------------------------------------------- writing tokens
+
+
+class TokenWriter:
+    """Writes token ids into the .npy files `NAME.npy`, or `NAME-00000.npy`, ... with `sharded`."""
+
+    def __init__(self, directory: Path, name: str, dtype: np.dtype, sharded: bool):
+        self.directory, self.name, self.dtype, self.sharded = directory, name, dtype, sharded
+        self.tokens = self.bytes = 0  # of the split: its ids, and the bytes of text they stand for
+        self.files = []
+        self._open()
+
+    def _open(self):
+        suffix = f"-{len(self.files):05}" if self.sharded else ""
+        self.file = (self.directory / f"{self.name}{suffix}.npy").open("wb")
+        self.files.append(self.file.name)
+        self.length = 0
+        self._write_header()
+
+    def _write_header(self):
+        # numpy pads the header so that the length can be written over a shorter one at the end.
+        self.file.seek(0)
+        descr = np.lib.format.dtype_to_descr(self.dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def write(self, ids: np.ndarray):
+        self.tokens += len(ids)
+        while len(ids):
+            if self.sharded and self.length == TOKENS_PER_SHARD:
+                self.close()
+                self._open()
+            room = TOKENS_PER_SHARD - self.length if self.sharded else len(ids)
+            self.file.write(ids[:room].astype(self.dtype).tobytes())
+            self.length += len(ids[:room])
+            ids = ids[room:]
+
+    def close(self):
+        self._write_header()
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+def training_part(lengths: np.ndarray) -> np.ndarray:
+    """How many leading characters of each document train; what is left of it validates.
+
+    lengths (n,): the documents' characters. A tenth validates: whole documents, evenly spread,
+    where there are at least ten and they make up a twentieth or more; otherwise the last tenth of
+    each.
+    """
+    if len(lengths) >= 10:
+        part, seen, held_out = lengths.copy(), 0, 0
+        for i, length in enumerate(lengths):
+            seen += length
+            if held_out + length <= seen // 10:
+                held_out += length
+                part[i] = 0
+        if held_out >= seen // 20:
+            return part
+    return lengths - lengths // 10
+
+
+def prepare(config: PrepareConfig) -> Path:
+    """Write data/NAME/ as `config` says and return it. Raises UserError."""
+    sources = list(config.sources)
+    name = config.name or (
+        re.sub(r"(\.\w+)+$", "", Path(sources[0]).resolve().name) if sources else "quickstart"
+    )
+    target = Path("data") / name
+    if target.exists() and not config.overwrite:
+        raise UserError(
+            f"{target} is there already: --overwrite=True replaces it, --name keeps both"
+        )
+    try:
+        Path("data").mkdir(exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir="data"))
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written: {error.strerror}") from None
+    try:
+        output = temporary / "data"
+        output.mkdir()
+        for i, source in enumerate(sources):
+            if source in DOWNLOADS and not Path(source).exists():
+                sources[i] = str(download(source, temporary))
+        _write(config, find_files(sources) if sources else None, output, target)
+        if target.exists():
+            target.rename(temporary / "replaced")
+        output.rename(target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _write(config, files, output, target):
+    total = sum(file.stat().st_size for file in files) if files else None
+
+    def documents(label):
+        if files is None:
+            yield from ((text, True) for text in embedded_corpus().values())
+            return
+        hide = not sys.stderr.isatty()
+        with tqdm(desc=label, total=total, unit="B", unit_scale=True, disable=hide) as progress:
+            for file in files:
+                empty = True
+                for piece, ends in read_pieces(file, progress):
+                    empty = empty and not piece
+                    if piece or not empty:
+                        yield piece, ends
+                if empty:
+                    raise UserError(f"{file}: no text in it")
+
+    # First reading: is everything text, how long are the documents, which characters are there?
+    alphabet, lengths, length, digest = set(), array.array("q"), 0, hashlib.sha256()
+    for piece, ends in documents("check"):
+        length += len(piece)
+        digest.update(piece.encode())
+        if config.tokenizer == "char":
+            alphabet.update(piece)
+        if ends:
+            lengths.append(length)
+            digest.update(b"\0")
+            length = 0
+    encoding = build_tokenizer(config.tokenizer, alphabet, end_of_text=len(lengths) > 1)
+    has_end = END_OF_TEXT in encoding.special_tokens_set
+    separator = np.array([encoding.eot_token] if has_end else [], dtype=np.uint32)
+    lengths = np.array(lengths, dtype=np.int64)
+    cuts = training_part(lengths)
+
+    # Second reading: encode.
+    dtype = np.dtype(np.uint16 if encoding.n_vocab <= 1 << 16 else np.uint32)
+    train = TokenWriter(output, "train", dtype, sharded=True)
+    val = TokenWriter(output, "val", dtype, sharded=False)
+    document = position = 0
+    for piece, ends in documents("encode"):
+        cut = max(0, cuts[document] - position)
+        for writer, text in ((train, piece[:cut]), (val, piece[cut:])):
+            if text:
+                writer.write(encoding.encode_to_numpy(text, disallowed_special=()))
+                writer.bytes += len(text.encode())
+        position += len(piece)
+        if ends:
+            if cuts[document] > 0:
+                train.write(separator)
+            if cuts[document] < lengths[document]:
+                val.write(separator)
+            document, position = document + 1, 0
+    train.close()
+    val.close()
+    (output / "tokenizer.json").write_text(tokenizer_to_json(encoding), encoding="utf-8")
+    meta = {
+        "format": 1,
+        "tokenizer": config.tokenizer,
+        "vocab_size": encoding.n_vocab,
+        "documents": len(lengths),
+        "characters": int(lengths.sum()),
+        "train": {"tokens": train.tokens, "bytes": train.bytes, "shards": len(train.files)},
+        "val": {"tokens": val.tokens, "bytes": val.bytes},
+        "sha256": digest.hexdigest(),  # of the texts in UTF-8, each followed by a zero byte
+    }
+    (output / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    print(
+        f"{target}: {meta['documents']:,} documents, {meta['characters']:,} characters; tokenizer "
+        f"{config.tokenizer} with {encoding.n_vocab:,} tokens; {train.tokens:,} tokens to train on, "
+        f"{val.tokens:,} to validate"
+    )
+
+
+def main():
+    config, _ = load(PrepareConfig, __doc__, positional="sources")
+    target = prepare(config)
+    flag = "" if target.name == "quickstart" else f" --dataset={target.name}"
+    print(f"next: python train.py{flag}")
+
+
+if __name__ == "__main__":
+    run(main)
