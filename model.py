@@ -319,6 +319,16 @@ def checkpoint_directory(path: str | Path) -> Path:
     return path
 
 
+def pick_device(device: str) -> str:
+    """`auto` to cuda, mps or cpu. Raises ValueError for a device that is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if device == "auto":
+        return next((name for name in there if there[name]), "cpu")
+    if not there.get(device, True):
+        raise ValueError(f"PyTorch finds no {device} here; leave it at auto")
+    return device
+
+
 class GPT(nn.Module):
     """GPT-2's architecture; parameters carry the names of the published checkpoints."""
 

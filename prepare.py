@@ -20,6 +20,7 @@ import array
 import gzip
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -91,8 +92,8 @@ def build_tokenizer(kind: str, alphabet: Iterable[str], end_of_text: bool) -> ti
         return tiktoken.get_encoding(kind)
     except OSError as error:  # requests' errors are OSErrors
         raise UserError(
-            f"tokenizer {kind!r}: no vocabulary ({type(error).__name__}); tiktoken downloads it once: "
-            "connect, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+            f"tokenizer {kind!r}: no vocabulary ({type(error).__name__}); tiktoken downloads it "
+            "once: connect, or set TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from None
 
 
@@ -132,6 +133,14 @@ def start_token(encoding: tiktoken.Encoding) -> int:
         return 0
 
 
+def bytes_per_token(encoding: tiktoken.Encoding) -> np.ndarray:
+    """How many bytes of text each id stands for, (n_vocab,); 0 for special tokens and gaps."""
+    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
+
+
 def _byte_letters():
     """ByteLevel's printable letter for each byte, which GPT-2's vocabulary files are written in:
     the byte's own Latin-1 character if that is visible, otherwise the next one from 256 on."""
@@ -167,12 +176,8 @@ def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
         for content, id in sorted(encoding._special_tokens.items(), key=lambda item: item[1])
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    split = {"type": "Split", "pattern": {"Regex": pattern}}
+    split |= {"behavior": "Isolated", "invert": False}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -205,7 +210,7 @@ def _merge(ranks, token, limit):
     """The parts of `token` after all merges of a rank below `limit`: two for a token of a BPE."""
     parts = [bytes([byte]) for byte in token]
     while True:
-        pairs = [ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
+        pairs = [ranks.get(a + b, limit) for a, b in itertools.pairwise(parts)]
         if not pairs or min(pairs) >= limit:
             return parts
         i = pairs.index(min(pairs))
@@ -267,12 +272,8 @@ def find_files(sources: Sequence[str]) -> list[Path]:
         if not source.is_dir():
             files.append(source)
             continue
-        inside = sorted(
-            file
-            for file in source.rglob("*")
-            if file.is_file()
-            and not any(part.startswith(".") for part in file.relative_to(source).parts)
-        )
+        inside = [file for file in sorted(source.rglob("*")) if file.is_file()]
+        inside = [file for file in inside if "/." not in f"/{file.relative_to(source).as_posix()}"]
         text = [file for file in inside if _looks_like_text(file)]
         if not text:
             raise UserError(f"{source}: no text in this folder ({len(inside)} files)")
@@ -324,7 +325,8 @@ def _read_text(file, raw, progress):
             if not chunk or error.end < len(undecoded) or error.reason != "unexpected end of data":
                 at = offset + error.start
                 raise UserError(
-                    f"{file}: not UTF-8 at byte {at} (0x{undecoded[error.start]:02x}); save it as UTF-8"
+                    f"{file}: not UTF-8 at byte {at} (0x{undecoded[error.start]:02x}): "
+                    "save it as UTF-8"
                 ) from None
             decoded, rest = undecoded[: error.start].decode("utf-8"), undecoded[error.start :]
         if "\0" in decoded:
@@ -470,9 +472,8 @@ def training_part(lengths: np.ndarray) -> np.ndarray:
 def prepare(config: PrepareConfig) -> Path:
     """Write data/NAME/ as `config` says and return it. Raises UserError."""
     sources = list(config.sources)
-    name = config.name or (
-        re.sub(r"(\.\w+)+$", "", Path(sources[0]).resolve().name) if sources else "quickstart"
-    )
+    first = Path(sources[0]).resolve().name if sources else "quickstart"
+    name = config.name or re.sub(r"(\.\w+)+$", "", first)
     target = Path("data") / name
     if target.exists() and not config.overwrite:
         raise UserError(
@@ -568,9 +569,9 @@ def _write(config, files, output, target):
     }
     (output / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
     print(
-        f"{target}: {meta['documents']:,} documents, {meta['characters']:,} characters; tokenizer "
-        f"{config.tokenizer} with {encoding.n_vocab:,} tokens; {train.tokens:,} tokens to train on, "
-        f"{val.tokens:,} to validate"
+        f"{target}: {meta['documents']:,} documents, {meta['characters']:,} characters; "
+        f"tokenizer {config.tokenizer} with {encoding.n_vocab:,} tokens; "
+        f"{train.tokens:,} tokens to train on, {val.tokens:,} to validate"
     )
 
 

@@ -1,0 +1,247 @@
+"""Text from a trained model, token by token.
+
+    python sample.py                                             # the newest run under out/
+    python sample.py out/quickstart --prompt "The import statement" --temperature 0.8 --top_k 200
+    echo "To be" | python sample.py out/shakespeare_char --prompt -
+    python sample.py out/mine --prompts questions.txt --stop "\\n"
+    python sample.py gpt2 --interactive
+
+The text goes to standard output as it is drawn, everything else to standard error.
+"""
+
+import codecs
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from config import UserError, load, run
+from model import GPT, checkpoint_directory, pick_device
+from prepare import encode, load_tokenizer, start_token
+
+
+@dataclass
+class SampleConfig:
+    run: str = ""  # a run (its best checkpoint), a checkpoint, or gpt2; otherwise the newest run
+    prompt: str = ""  # how the text begins; - reads it from standard input
+    prompts: str = ""  # a file with a prompt on each line, all decoded as one batch
+    interactive: bool = False  # complete one prompt after another, typed line by line
+    num_samples: int = 1  # texts for each prompt
+    max_new_tokens: int = 500  # how many tokens to draw; end-of-text ends it before
+    temperature: float = 0.8  # below 1 the likely gets likelier; 0 always takes the likeliest token
+    top_k: int = 200  # draw from the k likeliest tokens only; 0 for all
+    top_p: float = 1.0  # draw from the fewest tokens with this probability in sum; 1 for all
+    min_p: float = 0.0  # leave out tokens below this share of the likeliest one's probability
+    stop: tuple[str, ...] = ()  # end before this text; may be given several times; \n is a newline
+    seed: int = 1337  # the same seed and settings give the same text
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
+
+    def __post_init__(self):
+        for name, allowed, rule in (
+            ("temperature", self.temperature >= 0, "must not be negative (0 is greedy)"),
+            ("top_k", self.top_k >= 0, "must not be negative (0 keeps all)"),
+            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "must not be negative"),
+            ("num_samples", self.num_samples >= 1, "must be at least 1"),
+            ("seed", 0 <= self.seed < 1 << 63, "must be from 0 to 2**63 - 1"),
+        ):
+            if not allowed:
+                raise UserError(f"--{name}={getattr(self, name)}: {rule}")
+        if bool(self.prompt) + bool(self.prompts) + self.interactive > 1:
+            raise UserError("--prompt, --prompts and --interactive exclude each other: give one")
+        self.stop = tuple(text.replace("\\n", "\n") for text in self.stop)
+        if "" in self.stop:
+            raise UserError("--stop '': give a text that is not empty")
+
+
+# ---------------------------------------------------------------------------- pure helpers
+
+
+def find_checkpoint(path: str) -> Path:
+    """The checkpoint that `path` means: itself, or the one with the lowest validation loss in a run;
+    without a path, that of the newest run under out/. Raises UserError where there is none."""
+    if not path:
+        found = [file.parent for file in Path("out").glob("*/checkpoint-*/metrics.json")]
+        if not found:
+            raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
+        path = max(found, key=lambda checkpoint: checkpoint.stat().st_mtime).parent
+    path = Path(path)
+    found = [file.parent for file in path.glob("checkpoint-*/metrics.json")]
+    if found:
+        return min(
+            found,
+            key=lambda checkpoint: json.loads((checkpoint / "metrics.json").read_text())[
+                "val_loss"
+            ],
+        )
+    if path.exists() and not (path / "config.json").is_file():
+        raise UserError(f"{path}: no checkpoint in it; python train.py --out_dir={path} makes one")
+    try:
+        return checkpoint_directory(path)
+    except FileNotFoundError as error:
+        raise UserError(str(error).splitlines()[0]) from None
+
+
+class TextStream:
+    """Tokens in, text out: only whole UTF-8 characters, and nothing from a stop text on.
+
+    >>> stream = TextStream(stop=["END"])
+    >>> stream.feed(b"caf\\xc3"), stream.feed(b"\\xa9 E"), stream.feed(b"ND!"), stream.stopped
+    ('caf', 'é ', '', True)
+    """
+
+    def __init__(self, stop=()):
+        self.stop, self.stopped = stop, False
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""  # text that a stop text may begin with
+
+    def feed(self, raw: bytes, final: bool = False) -> str:
+        """The text that is certain after these bytes; with `final`, all that is left."""
+        if self.stopped:
+            return ""
+        text = self._held + self._decoder.decode(raw, final)
+        ends = [text.find(stop) for stop in self.stop if stop in text]
+        if ends:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)]
+        held = 0
+        if not final:
+            prefixes = (stop[:n] for stop in self.stop for n in range(1, len(stop)))
+            held = max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def pad_left(rows: list[list[int]], device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Prompts as idx (B, T) and padding_mask (B, T), True for a token; None if all are as long."""
+    T = max(map(len, rows))
+    idx = torch.tensor([[0] * (T - len(row)) + row for row in rows], device=device)
+    if all(len(row) == T for row in rows):
+        return idx, None
+    mask = torch.tensor([[False] * (T - len(row)) + [True] * len(row) for row in rows])
+    return idx, mask.to(device)
+
+
+def read_prompts(config: SampleConfig) -> list[str]:
+    """The prompts of --prompt, --prompts or standard input. Raises UserError for what is not text."""
+    if config.prompts:
+        try:
+            lines = Path(config.prompts).read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompts {config.prompts}: cannot be read: {error}") from None
+        if not lines:
+            raise UserError(f"--prompts {config.prompts}: no line in it")
+        return lines
+    if config.prompt != "-":
+        return [config.prompt]
+    try:
+        prompt = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8 at byte {error.start}") from None
+    return [
+        prompt.removesuffix("\n").removesuffix("\r")
+    ]  # echo's newline is not part of the prompt
+
+
+# ---------------------------------------------------------------------------- generation
+
+
+def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
+    """Complete every prompt num_samples times, as one batch, and print the texts in order.
+
+    The first text appears token by token; the others go on from where they are when the one before
+    has ended. Sample i of a prompt is drawn with seed + i, whatever stands beside it in the batch.
+    """
+    rows, texts, generators = [], [], []
+    for prompt in prompts:
+        ids = encode(encoding, prompt, "the prompt").tolist() or [start_token(encoding)]
+        if len(ids) > model.config.block_size:
+            print(
+                f"the prompt has {len(ids)} tokens, the model sees {model.config.block_size}: "
+                "its beginning is cut off",
+                file=sys.stderr,
+            )
+        for i in range(config.num_samples):
+            rows.append(ids)
+            texts.append(prompt)  # what of this row is not printed yet
+            generators.append(torch.Generator(config.device).manual_seed(config.seed + i))
+    streams = [TextStream(config.stop) for _ in rows]
+    finished = [False] * len(rows)
+    end_of_text = encoding._special_tokens.values()
+    current = 0
+
+    def print_ready():
+        nonlocal current
+        while current < len(rows):
+            sys.stdout.write(texts[current])
+            texts[current] = ""
+            if not finished[current]:
+                break
+            sys.stdout.write("\n" if current == len(rows) - 1 else "\n---\n")
+            current += 1
+        sys.stdout.flush()
+
+    print_ready()
+    idx, mask = pad_left(rows, config.device)
+    tokens = model.generate(
+        idx,
+        config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        padding_mask=mask,
+        generator=generators,
+    )
+    for token in tokens:
+        for row, id in enumerate(token.tolist()):
+            if finished[row]:
+                continue
+            ended = id in end_of_text
+            raw = b"" if ended else encoding.decode_single_token_bytes(id)
+            texts[row] += streams[row].feed(raw, final=ended)
+            finished[row] = ended or streams[row].stopped
+        print_ready()
+        if all(finished):
+            return
+    for row, stream in enumerate(streams):
+        if not finished[row]:
+            texts[row] += stream.feed(b"", final=True)
+            finished[row] = True
+    print_ready()
+
+
+def main():
+    config, _ = load(SampleConfig, __doc__, positional="run")
+    try:
+        config.device = pick_device(config.device)
+    except ValueError as error:
+        raise UserError(f"--device: {error}") from None
+    prompts = [] if config.interactive else read_prompts(config)
+    checkpoint = find_checkpoint(config.run)
+    encoding = load_tokenizer(checkpoint)
+    try:
+        model = GPT.from_pretrained(checkpoint).to(config.device)
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"{checkpoint}: {str(error).splitlines()[0]}") from None
+    print(f"{checkpoint}: {model.num_parameters():,} parameters", file=sys.stderr)
+    if not config.interactive:
+        return write_texts(model, encoding, prompts, config)
+    print("a prompt, then Enter; an empty line ends", file=sys.stderr)
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        prompt = sys.stdin.readline().rstrip("\r\n")
+        if not prompt:
+            return None
+        try:
+            write_texts(model, encoding, [prompt], config)
+        except UserError as error:  # a typo does not end the conversation
+            print(error, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)

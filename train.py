@@ -1,0 +1,536 @@
+"""Train a GPT.
+
+    python train.py                                    # the quick start: config/quickstart.toml
+    python train.py --dataset=mine                     # the same recipe on data/mine
+    python train.py config/gpt2.toml --batch_size=8
+    python train.py config/gpt2.toml --resume=True     # go on from its newest checkpoint
+
+writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt) and log.jsonl.
+
+References:
+- Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101; cosine decay,
+  https://arxiv.org/abs/1608.03983
+- Micikevicius et al. 2018, mixed precision, https://arxiv.org/abs/1710.03740
+- Brown et al. 2020 (GPT-3), appendix B: the recipe of AdamW that the defaults follow
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from config import UserError, check, load, run
+from model import GPT, Block, GPTConfig, pick_device
+from prepare import PrepareConfig, bytes_per_token, load_tokenizer, prepare, start_token
+
+
+@dataclass
+class TrainConfig:
+    dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
+    out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
+    resume: bool = False  # go on from the newest checkpoint in out_dir, with its configuration
+    overwrite: bool = False  # delete the run that is in out_dir
+    init_from: str = "scratch"  # scratch, a checkpoint directory, or the hub name of a GPT-2
+    block_size: int = 1024  # window: how many tokens the model sees at once
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads in each block
+    n_embd: int = 768  # width
+    dropout: float = 0.0  # share of activations set to 0 in training; 0.1 to 0.2 for little data
+    bias: bool = True  # in linear layers and LayerNorms; GPT-2 has them
+    batch_size: int = 12  # windows in a micro-batch
+    gradient_accumulation_steps: int = 1  # micro-batches in an update, over all processes
+    max_iters: int = 2000  # updates
+    learning_rate: float = 6e-4  # the highest, after warm-up
+    min_lr: float = 6e-5  # at the end of the cosine
+    warmup_iters: int = 100  # updates with a rising learning rate; at most a tenth of max_iters
+    weight_decay: float = 0.1  # of matrices; biases and LayerNorms have none
+    beta1: float = 0.9  # AdamW: decay of the mean of gradients
+    beta2: float = 0.95  # AdamW: decay of the mean of their squares
+    grad_clip: float = 1.0  # the gradient's norm is cut to this; 0 for never
+    eval_interval: int = 500  # updates between evaluations, each with a checkpoint
+    eval_tokens: int = 0  # validate on the first so many tokens; 0 for the whole split
+    keep_last: int = 2  # checkpoints that stay besides the best
+    log_interval: int = 10  # updates between log lines
+    seed: int = 1337  # of initialisation, order of windows, dropout and samples
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: on CUDA
+
+    def __post_init__(self):
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name}={getattr(self, name)}: must be at least 1")
+        for name in NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name}={getattr(self, name)}: must not be negative")
+        for name in ("beta1", "beta2", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"--{name}={getattr(self, name)}: must be at least 0 and below 1")
+        if self.n_embd % self.n_head:
+            raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
+        if Path(self.dataset).name != self.dataset or self.dataset in ("", ".."):
+            raise UserError(f"--dataset={self.dataset}: give a name under data/, not a path")
+        if self.min_lr > self.learning_rate:
+            raise UserError(
+                f"--min_lr={self.min_lr} is above --learning_rate={self.learning_rate}: lower it too"
+            )
+        if self.resume and self.overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
+        self.out_dir = self.out_dir or f"out/{self.dataset}"
+
+
+POSITIVE = (
+    "block_size n_layer n_head n_embd batch_size gradient_accumulation_steps max_iters "
+    "eval_interval keep_last log_interval"
+).split()
+NOT_NEGATIVE = "learning_rate min_lr warmup_iters weight_decay grad_clip eval_tokens seed".split()
+# What makes a run another run: a resumed one keeps it.
+FIXED = (
+    "dataset init_from block_size n_layer n_head n_embd bias batch_size "
+    "gradient_accumulation_steps seed"
+).split()
+
+
+# ---------------------------------------------------------------------------- pure helpers
+
+
+def learning_rate_at(step: int, config: TrainConfig) -> float:
+    """The learning rate of update `step`, counted from 0: linear warm-up, then a cosine to min_lr.
+
+    Warm-up takes at most a tenth of the run; the last update has min_lr."""
+    warmup = min(config.warmup_iters, config.max_iters // 10)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, config.max_iters - 1 - warmup)  # 0 to 1
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.min_lr + cosine * (config.learning_rate - config.min_lr)
+
+
+@functools.lru_cache(maxsize=2)
+def window_order(n_windows: int, seed: int, epoch: int) -> np.ndarray:
+    """A permutation of 0 .. n_windows - 1: the order of one epoch."""
+    return np.random.default_rng((seed, epoch)).permutation(n_windows)
+
+
+def get_batch(
+    shards: list[np.ndarray],
+    config: TrainConfig,
+    step: int,
+    micro_step: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, (batch_size, block_size) int64 each: a pure function of its arguments.
+
+    An epoch visits every window once, in an order drawn from (seed, epoch). Windows do not overlap;
+    where the first one starts is drawn anew in each epoch, so that contexts differ. Update `step`
+    takes the same windows whatever the number of processes: micro-step m of rank r takes the
+    micro-batch m * world_size + r.
+    """
+    T = config.block_size
+    counts = np.array([max(len(shard) // T - 1, int(len(shard) > T)) for shard in shards])
+    ends = counts.cumsum()  # windows in the shards up to each
+    micro_batch = step * config.gradient_accumulation_steps + micro_step * world_size + rank
+    windows = np.empty((config.batch_size, T + 1), dtype=np.int64)
+    for row in range(config.batch_size):
+        epoch, i = divmod(micro_batch * config.batch_size + row, int(ends[-1]))
+        window = window_order(int(ends[-1]), config.seed, epoch)[i]
+        n = int(np.searchsorted(ends, window, side="right"))
+        shard, index = shards[n], window - (ends[n] - counts[n])
+        slack = min(T - 1, len(shard) - 1 - counts[n] * T)
+        start = index * T + np.random.default_rng((config.seed, epoch, n)).integers(slack + 1)
+        windows[row] = shard[start : start + T + 1]
+    windows = torch.from_numpy(windows)
+    return windows[:, :-1], windows[:, 1:]  # the target of a token is the next one
+
+
+def check_ids(ids, vocab_size: int, where: str):
+    """Raises UserError for a token id that the vocabulary does not have."""
+    if int(ids.max()) >= vocab_size:
+        raise UserError(
+            f"{where}: token id {int(ids.max())} is beyond the vocabulary of {vocab_size}: its "
+            "tokenizer.json belongs to other data; prepare it again"
+        )
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module, tokens: np.ndarray, token_bytes: np.ndarray, config: TrainConfig
+) -> tuple[float, float]:
+    """Loss over all of `tokens`, in nats per token and in bits per byte of text.
+
+    Windows follow each other without overlap; the last one is filled up with targets that do not
+    count. token_bytes (V,): the bytes of text that each id stands for, 0 for end-of-text.
+    """
+    T, device = config.block_size, next(model.parameters()).device
+    n = len(tokens) - 1  # predictions
+    n_windows = math.ceil(n / T)
+    idx = np.zeros(n_windows * T, dtype=np.int64)
+    targets = np.full(n_windows * T, -100, dtype=np.int64)
+    idx[:n], targets[:n] = tokens[:-1], tokens[1:]
+    total = torch.zeros((), dtype=torch.float64)
+    was_training = model.training
+    model.eval()
+    batches = (torch.from_numpy(a).view(-1, T).split(config.batch_size) for a in (idx, targets))
+    for x, y in zip(*batches, strict=True):
+        _, loss = model(x.to(device), y.to(device))
+        total += loss.double().cpu() * (y >= 0).sum()  # the loss is a mean over the targets given
+    model.train(was_training)
+    nats = total.item() / n
+    return nats, nats * n / (math.log(2) * int(token_bytes[tokens[1:]].sum()))
+
+
+def sample_lines(model: GPT, encoding, config: TrainConfig, step: int) -> list[str]:
+    """Two lines from the model, as a taste of where it is."""
+    device = model.wte.weight.device
+    generator = torch.Generator(device).manual_seed(config.seed + step)
+    idx = torch.tensor([[start_token(encoding)]], device=device)
+    model.eval()
+    ids, text = [], ""
+    for token in model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator):
+        ids.append(token.item())
+        text = encoding.decode(ids)  # all of them: a character may take several tokens
+        lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+        if len(lines) > 2 or (len(lines) == 2 and lines[1].endswith("\n")):
+            break
+    model.train()
+    return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]
+
+
+def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW that decays matrices (embeddings too) and leaves biases and LayerNorms alone."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    fused = parameters[0].device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+
+
+def pick_dtype(device: str, config: TrainConfig, model_config: GPTConfig) -> str:
+    """`auto` to the fastest type for matrix products that trains well.
+
+    bfloat16 has float32's range; float16 has not, and needs a GradScaler. On a CPU one block is
+    timed forward and backward: whether bfloat16 pays depends on the processor and on the width.
+    """
+    if config.dtype != "auto" or device == "mps":
+        return "float32" if config.dtype == "auto" else config.dtype
+    if device == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if native else "float16"
+    block = Block(model_config)
+    x = torch.randn(config.batch_size, config.block_size, model_config.n_embd)
+    seconds = {torch.float32: math.inf, torch.bfloat16: math.inf}
+    for _ in range(4):
+        for dtype in seconds:
+            start = time.perf_counter()
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                block(x).sum().backward()
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
+    pays = seconds[torch.bfloat16] < 0.8 * seconds[torch.float32]
+    return "bfloat16" if pays else "float32"
+
+
+# ---------------------------------------------------------------------------- checkpoints
+
+
+def list_checkpoints(out_dir: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = [path for path in out_dir.glob("checkpoint-*") if (path / "metrics.json").is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def read_metrics(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "metrics.json").read_text(encoding="utf-8"))
+
+
+def save_checkpoint(
+    out_dir: Path, model: GPT, tokenizer_json: str, state: dict, metrics: dict, keep_last: int
+):
+    """Write out_dir/checkpoint-STEP whole or not at all, then delete all but the best and the last.
+
+    Everything is on the disk before the rename makes it visible. Raises UserError."""
+    final = out_dir / f"checkpoint-{metrics['step']}"
+    temporary = out_dir / f".{final.name}.writing"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary, tokenizer_json)
+        torch.save(state, temporary / "training_state.pt")
+        (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+        for path in [*temporary.iterdir(), temporary]:
+            _sync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync(out_dir)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"{final}: cannot be written: {error}") from error
+    checkpoints = list_checkpoints(out_dir)
+    best = min(checkpoints, key=lambda path: read_metrics(path)["val_loss"])
+    for path in checkpoints[:-keep_last]:
+        if path != best:
+            shutil.rmtree(path)
+
+
+def _sync(path):
+    if os.name == "nt" and path.is_dir():
+        return  # Windows has no handle on a directory to flush
+    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def load_training_state(out_dir: Path) -> tuple[Path, dict]:
+    """The newest checkpoint and its training state. Raises UserError where there is none."""
+    checkpoints = list_checkpoints(out_dir)
+    if not checkpoints:
+        raise UserError(f"{out_dir}: no checkpoint to resume; start without --resume")
+    state = torch.load(checkpoints[-1] / "training_state.pt", map_location="cpu", weights_only=True)
+    return checkpoints[-1], state
+
+
+def resumed_config(saved: dict, given: dict, out_dir: Path) -> TrainConfig:
+    """The run's own configuration with the flags that were given. Raises UserError."""
+    for name in FIXED:
+        if name in given and given[name] != saved[name]:
+            raise UserError(
+                f"--{name}={given[name]}: the run in {out_dir} has {saved[name]}, which a resumed "
+                "run keeps; leave the flag out, or start another run with another --out_dir"
+            )
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    saved = {
+        k: check(TrainConfig, k, v, "training_state.pt") for k, v in saved.items() if k in known
+    }
+    return TrainConfig(**(saved | given | {"resume": True, "overwrite": False}))
+
+
+# ---------------------------------------------------------------------------- the script
+
+
+def main():
+    # ------------------------------------------------------------------------ configuration
+    quickstart = Path(__file__).parent / "config" / "quickstart.toml"
+    config, given = load(TrainConfig, __doc__, default_preset=quickstart)
+    out_dir = Path(config.out_dir)
+    state = None
+    if config.resume:
+        checkpoint, state = load_training_state(out_dir)
+        config = resumed_config(state["config"], given, out_dir)
+        config.out_dir = str(out_dir)
+    elif not config.overwrite and (list_checkpoints(out_dir) or (out_dir / "log.jsonl").exists()):
+        raise UserError(
+            f"{out_dir} holds a run: --resume=True goes on with it, --overwrite=True deletes it, "
+            "--out_dir=... leaves it alone"
+        )
+
+    # ------------------------------------------------------------------------ device
+    try:
+        device = pick_device(config.device)
+    except ValueError as error:
+        raise UserError(f"--device: {error}") from None
+    torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it; nothing on a CPU
+
+    # ------------------------------------------------------------------------ data
+    data = Path("data") / config.dataset
+    if config.dataset == "quickstart" and not data.exists():
+        prepare(PrepareConfig())
+    if not (data / "meta.json").is_file():
+        raise UserError(
+            f"{data} is not there: make it with python prepare.py YOUR.txt --name={config.dataset}"
+        )
+    encoding = load_tokenizer(data)
+    tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
+    try:
+        train = [np.load(file, mmap_mode="r") for file in sorted(data.glob("train-*.npy"))]
+        val = np.load(data / "val.npy", mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{data}: cannot be read: {error}; prepare it again") from None
+    for split, n in (("train", max(map(len, train), default=0)), ("val", len(val))):
+        if n <= config.block_size:
+            raise UserError(
+                f"{data}: the {split} split has {n} tokens, fewer than block_size + 1 = "
+                f"{config.block_size + 1}, a window and its targets: prepare more text, or set "
+                f"--block_size to {max(1, n - 1)} or less"
+            )
+    val = np.asarray(val[: config.eval_tokens + 1] if config.eval_tokens else val)
+    token_bytes = bytes_per_token(encoding)
+
+    # ------------------------------------------------------------------------ model
+    try:
+        if state:
+            model = GPT.from_pretrained(checkpoint)
+        elif config.init_from != "scratch":
+            model = GPT.from_pretrained(config.init_from)
+        else:
+            sizes = {f.name: getattr(config, f.name, 0) for f in dataclasses.fields(GPTConfig)}
+            model = GPT(GPTConfig(**sizes | {"vocab_size": encoding.n_vocab}))
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(str(error)) from None
+    model.restrict_to_tokens(tokenizer_json)
+    for name in ("n_layer", "n_head", "n_embd", "bias"):
+        if name in given and given[name] != getattr(model.config, name):
+            raise UserError(f"--{name}={given[name]}: {config.init_from} has another; leave it out")
+        setattr(config, name, getattr(model.config, name))
+    if config.block_size > model.config.block_size:
+        limit = model.config.block_size
+        raise UserError(
+            f"--block_size={config.block_size}: {config.init_from} has {limit} positions"
+        )
+    vocab_size = model.config.vocab_size
+    if encoding.n_vocab > vocab_size:
+        raise UserError(f"{config.init_from}: {vocab_size} tokens, {data} has {encoding.n_vocab}")
+    check_ids(val, vocab_size, str(data / "val.npy"))
+    model.to(device).train()
+    config.dtype = pick_dtype(device, config, model.config)
+    autocast = nullcontext()
+    if config.dtype != "float32":
+        autocast = torch.autocast(device, dtype=getattr(torch, config.dtype))
+    if config.compile == "auto":
+        config.compile = str(device == "cuda")
+    compiled = torch.compile(model) if config.compile == "True" else model
+
+    # ------------------------------------------------------------------------ optimizer
+    optimizer = configure_optimizer(model, config)
+    scaler = torch.amp.GradScaler(device, enabled=config.dtype == "float16")
+    first_step, best = 0, math.inf
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        first_step = state["step"]
+        best = min(read_metrics(path)["val_loss"] for path in list_checkpoints(out_dir))
+        if first_step >= config.max_iters:
+            raise UserError(
+                f"{checkpoint} has all {first_step} updates: give a higher --max_iters to go on"
+            )
+
+    # ------------------------------------------------------------------------ output folder
+    x, y = get_batch(train, config, first_step)  # bad data shows before anything is written
+    check_ids(x, vocab_size, str(data))
+    try:
+        if config.overwrite:
+            shutil.rmtree(out_dir, ignore_errors=True)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if state and (out_dir / "log.jsonl").exists():  # what came after the checkpoint is redone
+            lines = (out_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= first_step]
+        log_file = (out_dir / "log.jsonl").open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{out_dir}: cannot be written: {error.strerror}") from None
+    log_file.writelines(f"{line}\n" for line in kept)
+
+    def log(**entry):
+        log_file.write(json.dumps(entry) + "\n")
+        log_file.flush()
+
+    tokens_per_step = config.batch_size * config.block_size * config.gradient_accumulation_steps
+    print(
+        f"{model.num_parameters():,} parameters, {tokens_per_step:,} tokens a step, "
+        f"{config.max_iters:,} steps on {sum(map(len, train)):,} tokens; {device}, {config.dtype}"
+        + (f", from step {first_step}" if state else ""),
+        flush=True,
+    )
+
+    # ------------------------------------------------------------------------ loop
+    stopped = []  # signals: the step is finished and saved before the program ends
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopped.append(number))
+    hide = not sys.stderr.isatty()
+    bar = tqdm(total=config.max_iters, initial=first_step, unit="step", disable=hide, leave=False)
+    train_losses, logged_at, logged_step = [], time.perf_counter(), first_step
+    started = time.perf_counter()
+    for step in range(first_step, config.max_iters):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, config)
+        step_loss = torch.zeros((), device=device)
+        for micro_step in range(config.gradient_accumulation_steps):
+            x, y = get_batch(train, config, step, micro_step)
+            check_ids(x, vocab_size, str(data))
+            torch.manual_seed(hash((config.seed, step, micro_step)))  # dropout, of this step alone
+            with autocast:
+                _, loss = compiled(x.to(device), y.to(device))
+            # Micro-batches have equally many targets: the mean of their means is the batch's mean.
+            loss = loss / config.gradient_accumulation_steps
+            step_loss += loss.detach()
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        train_losses.append(step_loss)
+        done = step + 1
+        last = done == config.max_iters or bool(stopped)
+
+        if done % config.log_interval == 0 or last:
+            loss = step_loss.item()
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss is {loss} at step {done}: lower --learning_rate "
+                    f"({config.learning_rate}) or --grad_clip, or use --dtype=float32"
+                )
+            seconds = (time.perf_counter() - logged_at) / (done - logged_step)
+            speed, left = tokens_per_step / seconds, seconds * (config.max_iters - done)
+            lr = optimizer.param_groups[0]["lr"]
+            log(
+                step=done, loss=loss, lr=lr, norm=norm.item(), ms=1000 * seconds, tokens_per_s=speed
+            )
+            bar.update(done - bar.n)
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+            if hide and (done % (10 * config.log_interval) == 0 or last):
+                print(
+                    f"step {done}/{config.max_iters}: loss {loss:.3f}, lr {lr:.2e}, "
+                    f"norm {norm:.2f}, {1000 * seconds:.0f} ms, {speed:,.0f} tokens/s, "
+                    f"{left:.0f} s left",
+                    flush=True,
+                )
+            logged_at, logged_step = time.perf_counter(), done
+
+        if done % config.eval_interval == 0 or last:
+            with autocast:
+                val_loss, bits = evaluate(compiled, val, token_bytes, config)
+            train_loss = torch.stack(train_losses).mean().item()
+            train_losses = []
+            metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
+            metrics["bits_per_byte"] = bits
+            log(**metrics)
+            mark = " (best)" if val_loss < best else ""
+            best = min(best, val_loss)
+            lines = sample_lines(model, encoding, config, done)
+            tqdm.write(
+                f"step {done}: training loss {train_loss:.4f}, validation loss {val_loss:.4f}, "
+                f"{bits:.4f} bits per byte{mark}" + "".join(f"\n  | {line}" for line in lines)
+            )
+            sys.stdout.flush()
+            state = {"step": done, "config": dataclasses.asdict(config)}
+            state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+            save_checkpoint(out_dir, model, tokenizer_json, state, metrics, config.keep_last)
+            logged_at = time.perf_counter()  # evaluation is not the training's time
+
+        if stopped:
+            bar.close()
+            print(f"stopped at step {done}; go on with: --out_dir={out_dir} --resume=True")
+            return 128 + stopped[0]
+    bar.close()
+    print(f"{time.perf_counter() - started:.0f} s; next: python sample.py {out_dir}")
+
+
+if __name__ == "__main__":
+    run(main)
