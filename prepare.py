@@ -377,14 +377,24 @@ def _read_jsonl(file, lines, raw, progress):
 
 
 def embedded_corpus() -> dict[str, str]:
-    """Python's language reference, {topic: text}: about 460 kB of English that is always there."""
+    """Python's language reference, {topic: text}: about 370 kB of English that is always there.
+
+    A topic that mostly repeats longer ones is left out: validation text must not be trained on.
+    Raises UserError where Python was installed without it."""
     try:
-        return importlib.import_module("pydoc_data.topics").topics
+        topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
         raise UserError(
             "this Python comes without pydoc_data, the text of the quick start: "
             "give a text file: python prepare.py my.txt"
         ) from None
+    seen, kept = set(), set()
+    for topic in sorted(topics, key=lambda topic: -len(topics[topic])):
+        lines = set(topics[topic].splitlines())
+        if len(lines & seen) < len(lines) / 2:
+            kept.add(topic)
+        seen |= lines
+    return {topic: topics[topic] for topic in sorted(kept)}
 
 
 def download(name: str, directory: Path) -> Path:

@@ -61,9 +61,13 @@ class SampleConfig:
 # ---------------------------------------------------------------------------- pure helpers
 
 
+def read_metrics(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "metrics.json").read_text(encoding="utf-8"))
+
+
 def find_checkpoint(path: str) -> Path:
-    """The checkpoint that `path` means: itself, or the one with the lowest validation loss in a run;
-    without a path, that of the newest run under out/. Raises UserError where there is none."""
+    """The checkpoint that `path` means: itself, or a run's with the lowest validation loss; without
+    a path, that of the newest run under out/. Raises UserError where there is none."""
     if not path:
         found = [file.parent for file in Path("out").glob("*/checkpoint-*/metrics.json")]
         if not found:
@@ -72,12 +76,7 @@ def find_checkpoint(path: str) -> Path:
     path = Path(path)
     found = [file.parent for file in path.glob("checkpoint-*/metrics.json")]
     if found:
-        return min(
-            found,
-            key=lambda checkpoint: json.loads((checkpoint / "metrics.json").read_text())[
-                "val_loss"
-            ],
-        )
+        return min(found, key=lambda checkpoint: read_metrics(checkpoint)["val_loss"])
     if path.exists() and not (path / "config.json").is_file():
         raise UserError(f"{path}: no checkpoint in it; python train.py --out_dir={path} makes one")
     try:
@@ -127,7 +126,7 @@ def pad_left(rows: list[list[int]], device: str) -> tuple[torch.Tensor, torch.Te
 
 
 def read_prompts(config: SampleConfig) -> list[str]:
-    """The prompts of --prompt, --prompts or standard input. Raises UserError for what is not text."""
+    """The prompts of --prompt, --prompts or standard input. Raises UserError for no text."""
     if config.prompts:
         try:
             lines = Path(config.prompts).read_text(encoding="utf-8-sig").splitlines()
@@ -142,9 +141,7 @@ def read_prompts(config: SampleConfig) -> list[str]:
         prompt = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 at byte {error.start}") from None
-    return [
-        prompt.removesuffix("\n").removesuffix("\r")
-    ]  # echo's newline is not part of the prompt
+    return [prompt.removesuffix("\n").removesuffix("\r")]  # echo's newline is not meant
 
 
 # ---------------------------------------------------------------------------- generation

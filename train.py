@@ -85,7 +85,7 @@ class TrainConfig:
             raise UserError(f"--dataset={self.dataset}: give a name under data/, not a path")
         if self.min_lr > self.learning_rate:
             raise UserError(
-                f"--min_lr={self.min_lr} is above --learning_rate={self.learning_rate}: lower it too"
+                f"--min_lr={self.min_lr} is above --learning_rate={self.learning_rate}: lower it"
             )
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other")

@@ -1,0 +1,353 @@
+"""MultiHeadAttention against the written-out formula, torch.nn.MultiheadAttention, single heads,
+and the numbers that a line of attention tutorials prints."""
+
+import math
+
+import pytest
+import torch
+import torch.nn as nn
+
+from model import KVCache, MultiHeadAttention
+
+X = torch.tensor(
+    [
+        [0.43, 0.15, 0.89],
+        [0.55, 0.87, 0.66],
+        [0.57, 0.85, 0.64],
+        [0.22, 0.58, 0.33],
+        [0.77, 0.25, 0.10],
+        [0.05, 0.80, 0.55],
+    ]
+)
+SYSTEMS = [  # causal, context length or None, padding
+    (causal, S, padding)
+    for causal in (True, False)
+    for S in (None, 5, 9)
+    for padding in (False, True)
+]
+
+
+def random_attention(*arguments, seed=0, **options):
+    torch.manual_seed(seed)
+    return MultiHeadAttention(*arguments, **options)
+
+
+def formula(attn, x, context=None, padding_mask=None):
+    """Attention head by head and query by query in float64; a query without keys gets zeros."""
+    context = x if context is None else context
+    B, T, S, nh = x.size(0), x.size(1), context.size(1), attn.n_head
+    d_out = attn.c_proj.in_features
+    hs = d_out // nh
+    weight = attn.c_attn.weight.double()
+    bias = torch.zeros(3 * d_out) if attn.c_attn.bias is None else attn.c_attn.bias
+    q = x.double() @ weight[:d_out].T + bias[:d_out]
+    k = context.double() @ weight[d_out : 2 * d_out].T + bias[d_out : 2 * d_out]
+    v = context.double() @ weight[2 * d_out :].T + bias[2 * d_out :]
+    y = torch.zeros(B, T, d_out, dtype=torch.float64)
+    weights = torch.zeros(B, nh, T, S, dtype=torch.float64)
+    for b in range(B):
+        for head in range(nh):
+            part = slice(head * hs, (head + 1) * hs)
+            for t in range(T):
+                keys = [
+                    s
+                    for s in range(S)
+                    if (s <= t or not attn.causal) and (padding_mask is None or padding_mask[b, s])
+                ]
+                if keys:
+                    scores = torch.stack([q[b, t, part] @ k[b, s, part] for s in keys])
+                    share = torch.softmax(scores / math.sqrt(hs), dim=0)
+                    weights[b, head, t, keys] = share
+                    y[b, t, part] = share @ v[b, keys, part]
+    return y @ attn.c_proj.weight.double().T + attn.c_proj.bias.double(), weights
+
+
+def example(S, padding, width=6, T=7, B=3):
+    torch.manual_seed(1)
+    x = torch.randn(B, T, width)
+    context = None if S is None else torch.randn(B, S, width)
+    mask = None
+    if padding:
+        mask = torch.rand(B, S or T) > 0.4
+        mask[0, :3] = False  # padding on the left
+        mask[1] = False  # nothing but padding
+    return x, context, mask
+
+
+@pytest.mark.parametrize("causal, S, padding", SYSTEMS)
+@pytest.mark.parametrize("n_head, qkv_bias", [(1, False), (2, True), (4, False)])
+def test_every_system_equals_the_formula_in_float64(causal, S, padding, n_head, qkv_bias):
+    x, context, mask = example(S, padding)
+    attn = random_attention(6, 8, 9, n_head, causal=causal, qkv_bias=qkv_bias)
+    y, weights = formula(attn, x, context, mask)
+    torch.testing.assert_close(attn(x, context, padding_mask=mask).double(), y, rtol=0, atol=1e-6)
+    ours = attn.attention_weights(x, context, padding_mask=mask).double()
+    torch.testing.assert_close(ours, weights, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal, S, padding", SYSTEMS)
+def test_fused_kernel_and_formula_have_the_same_gradients(causal, S, padding):
+    x, context, mask = example(S, padding)
+    attn = random_attention(6, 8, 9, 2, causal=causal).double()
+    gradients = []
+    for written_out in (False, True):
+        inputs = [t.double().requires_grad_() for t in (x, context) if t is not None]
+        attn.zero_grad()
+        if written_out:
+            weights = attn.attention_weights(*inputs, padding_mask=mask)
+            v = inputs[-1] @ attn.c_attn.weight[16:].T
+            v = v.view(3, -1, 2, 4).transpose(1, 2)
+            y = attn.c_proj((weights @ v).transpose(1, 2).reshape(3, 7, 8))
+        else:
+            y = attn(*inputs, padding_mask=mask)
+        y.pow(2).sum().backward()
+        gradients.append([t.grad.clone() for t in [*inputs, *attn.parameters()]])
+    assert all(torch.isfinite(gradient).all() for gradient in gradients[0])
+    for fused, written in zip(*gradients, strict=True):
+        torch.testing.assert_close(fused, written)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("S", [None, 9])
+def test_equals_torch_multihead_attention(causal, S):
+    x, context, mask = example(S, True, width=8)
+    mask[:, 0] = True  # torch.nn.MultiheadAttention gives NaN to a query without a key
+    attn = random_attention(8, 8, 9, 4, causal=causal, qkv_bias=True)
+    other = nn.MultiheadAttention(8, 4, batch_first=True)
+    other.in_proj_weight.data, other.in_proj_bias.data = attn.c_attn.weight, attn.c_attn.bias
+    other.out_proj.weight.data, other.out_proj.bias.data = attn.c_proj.weight, attn.c_proj.bias
+    y = x if context is None else context
+    hidden = torch.ones(x.size(1), y.size(1), dtype=torch.bool).triu(1) if causal else None
+    expected, weights = other(
+        x, y, y, attn_mask=hidden, key_padding_mask=~mask, average_attn_weights=False
+    )
+    torch.testing.assert_close(attn(x, context, padding_mask=mask), expected, rtol=0, atol=1e-6)
+    ours = attn.attention_weights(x, context, padding_mask=mask)
+    torch.testing.assert_close(ours, weights, rtol=0, atol=1e-6)
+
+
+def test_many_heads_equal_single_heads_side_by_side():
+    x, _, _ = example(None, False)
+    attn = random_attention(6, 8, 7, 4)
+    attn.c_proj = nn.Identity()
+    heads = []
+    for head in range(4):
+        single = MultiHeadAttention(6, 2, 7, 1)
+        rows = [part * 8 + head * 2 + i for part in range(3) for i in range(2)]
+        single.c_attn.weight.data = attn.c_attn.weight.data[rows]
+        single.c_proj = nn.Identity()
+        heads.append(single(x))
+    torch.testing.assert_close(attn(x), torch.cat(heads, dim=-1))
+
+
+def test_future_tokens_do_not_change_past_outputs():
+    x, _, _ = example(None, False)
+    attn = random_attention(6, 8, 7, 2)
+    changed = x.clone()
+    changed[:, 4:] += 1
+    torch.testing.assert_close(attn(x)[:, :4], attn(changed)[:, :4], rtol=0, atol=0)
+    assert not torch.equal(attn(x)[:, 4:], attn(changed)[:, 4:])
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def uniform_attention(dropout):
+    """Attention that gives all keys the same weight and passes one-hot values through, so that the
+    output shows the weights."""
+    attn = MultiHeadAttention(64, 64, 64, 1, causal=False, dropout=dropout, proj_bias=False)
+    attn.c_attn.weight.data.zero_()
+    attn.c_attn.weight.data[128:] = torch.eye(64)
+    attn.c_proj.weight.data = torch.eye(64)
+    return attn
+
+
+def test_dropout_acts_on_weights_and_output_in_training_only():
+    attn, x = uniform_attention(0.5), torch.eye(64).expand(8, 64, 64)
+    torch.manual_seed(0)
+    y = attn(x) * 64  # each weight: 0, or doubled by both dropouts
+    assert set(y.unique().tolist()) == {0.0, 4.0}
+    assert y.count_nonzero().item() / y.numel() == pytest.approx(0.25, abs=0.01)
+    attn.resid_dropout.p = 0.0  # that on the weights alone
+    assert set((attn(x) * 64).unique().tolist()) == {0.0, 2.0}
+    torch.testing.assert_close(attn.eval()(x) * 64, torch.ones(8, 64, 64))
+
+
+# ---------------------------------------------------------------- masks
+
+
+def test_mask_is_a_buffer_outside_the_state_dict():
+    attn = MultiHeadAttention(6, 8, 5, 2)
+    assert dict(attn.named_buffers())["causal_mask"].dtype == torch.bool
+    assert torch.equal(attn.causal_mask, torch.ones(5, 5, dtype=torch.bool).tril())
+    assert set(attn.state_dict()) == {"c_attn.weight", "c_proj.weight", "c_proj.bias"}
+
+
+def test_a_masked_call_leaves_no_trace():
+    x, _, mask = example(None, True)
+    attn = random_attention(6, 8, 7, 2)
+    attn(x, padding_mask=mask)
+    attn.attention_weights(x, padding_mask=mask)
+    fresh = random_attention(6, 8, 7, 2)
+    assert torch.equal(attn(x), fresh(x))
+    assert torch.equal(attn.causal_mask, fresh.causal_mask)
+
+
+def test_hidden_keys_do_not_matter_and_padded_queries_get_zeros():
+    x, _, mask = example(None, True)
+    attn = random_attention(6, 8, 7, 2, proj_bias=False)
+    changed = torch.where(mask[..., None], x, x + 100)
+    y, z = attn(x, padding_mask=mask), attn(changed, padding_mask=mask)
+    torch.testing.assert_close(y[mask], z[mask])
+    assert (y[1] == 0).all() and (y[0, :3] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_mask_that_is_not_bool_is_refused(dtype):
+    attn = MultiHeadAttention(6, 8, 7, 2)
+    with pytest.raises(TypeError, match="bool"):
+        attn(torch.randn(1, 7, 6), padding_mask=torch.ones(1, 7, dtype=dtype))
+
+
+def test_a_mask_of_another_shape_is_refused():
+    attn = MultiHeadAttention(6, 8, 7, 2)
+    with pytest.raises(ValueError, match=r"\(1, 6\).*\(1, 7\)"):
+        attn(torch.randn(1, 7, 6), padding_mask=torch.ones(1, 6, dtype=torch.bool))
+
+
+def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():
+    attn, x = MultiHeadAttention(6, 8, 7, 2), torch.randn(1, 8, 6)
+    for call in (lambda: attn(x), lambda: attn.attention_weights(x), lambda: attn(x[:, :3], x)):
+        with pytest.raises(ValueError, match=r"8.*7"):
+            call()
+    cache = KVCache()
+    attn(x[:, :7], cache=cache)
+    with pytest.raises(ValueError, match=r"8.*7"):
+        attn(x[:, 7:], cache=cache)
+
+
+def test_width_must_be_divisible_by_heads():
+    with pytest.raises(ValueError, match=r"d_out=8.*n_head=3"):
+        MultiHeadAttention(6, 8, 7, 3)
+
+
+# ---------------------------------------------------------------- cache
+
+
+@pytest.mark.parametrize("chunks", [[1] * 7, [3, 4], [4, 1, 2], [7]])
+@pytest.mark.parametrize("causal, padding", [(True, False), (True, True)])
+def test_cached_chunks_equal_the_whole_sequence(chunks, causal, padding):
+    x, _, mask = example(None, padding)
+    attn = random_attention(6, 8, 7, 2, causal=causal)
+    cache, outputs, S = KVCache(), [], 0
+    with torch.no_grad():
+        for T in chunks:
+            S += T
+            part = None if mask is None else mask[:, :S]
+            outputs.append(attn(x[:, S - T : S], padding_mask=part, cache=cache))
+        torch.testing.assert_close(torch.cat(outputs, dim=1), attn(x, padding_mask=mask))
+        assert cache.length == 7
+
+
+def test_cache_and_context_exclude_each_other():
+    attn, x = MultiHeadAttention(6, 8, 7, 2), torch.randn(1, 7, 6)
+    with pytest.raises(ValueError, match="cache"):
+        attn(x, x, cache=KVCache())
+
+
+# ---------------------------------------------------------------- numbers of the tutorials
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=6e-5)
+
+
+def attention_of(q, k, v, **options):
+    """The module with these projections (rows of W) and the identity behind."""
+    d_out, d_in = v.shape
+    attn = MultiHeadAttention(d_in, d_out, 6, 1, proj_bias=False, **options)
+    attn.c_attn.weight.data = torch.cat([q, k, v])
+    attn.c_proj.weight.data = torch.eye(d_out)
+    return attn
+
+
+def test_numbers_without_weights():
+    # Without scaling: the query takes the square root of the head's size along.
+    attn = attention_of(math.sqrt(3) * torch.eye(3), torch.eye(3), torch.eye(3), causal=False)
+    expected = [
+        [0.4421, 0.5931, 0.5790],
+        [0.4419, 0.6515, 0.5683],
+        [0.4431, 0.6496, 0.5671],
+        [0.4304, 0.6298, 0.5510],
+        [0.4671, 0.5910, 0.5266],
+        [0.4177, 0.6503, 0.5645],
+    ]
+    close(attn(X[None])[0], expected)
+
+
+def test_numbers_with_learned_weights():
+    torch.manual_seed(123)
+    q, k, v = (torch.rand(3, 2).T for _ in range(3))
+    expected = [
+        [0.2996, 0.8053],
+        [0.3061, 0.8210],
+        [0.3058, 0.8203],
+        [0.2948, 0.7939],
+        [0.2927, 0.7891],
+        [0.2990, 0.8040],
+    ]
+    close(attention_of(q, k, v, causal=False)(X[None])[0], expected)
+
+
+def test_numbers_with_linear_layers():
+    torch.manual_seed(789)
+    q, k, v = (nn.Linear(3, 2, bias=False).weight.data for _ in range(3))
+    expected = [
+        [-0.0739, 0.0713],
+        [-0.0748, 0.0703],
+        [-0.0749, 0.0702],
+        [-0.0760, 0.0685],
+        [-0.0763, 0.0679],
+        [-0.0754, 0.0693],
+    ]
+    close(attention_of(q, k, v, causal=False)(X[None])[0], expected)
+
+
+def test_numbers_of_causal_multi_head_attention():
+    torch.manual_seed(123)
+    weights = [nn.Linear(3, 2, bias=False).weight.data for _ in range(3)]
+    attn = MultiHeadAttention(3, 2, 6, 2)
+    torch.manual_seed(123)
+    for _ in range(3):
+        nn.Linear(3, 2, bias=False)
+    attn.c_proj = nn.Linear(2, 2)
+    attn.c_attn.weight.data = torch.cat(weights)
+    expected = [
+        [0.3190, 0.4858],
+        [0.2943, 0.3897],
+        [0.2856, 0.3593],
+        [0.2693, 0.3873],
+        [0.2639, 0.3928],
+        [0.2575, 0.4028],
+    ]
+    for row in attn(torch.stack([X, X])):
+        close(row, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_numbers_of_masking(causal):
+    scores = torch.tensor([[7.0, -8, 6], [-3, 2, 4], [1, 6, -2]])
+    # Tokens are one-hot: the query of token t is row t of the scores, its key is itself.
+    attn = attention_of(math.sqrt(3) * scores.T, torch.eye(3), torch.eye(3), causal=causal)
+    mask = None if causal else torch.tensor([[True, True, False]])
+    last = [0.0067, 0.9930, 0.0003] if causal else [0.0067, 0.9933, 0]
+    expected = [[1.0, 0, 0], [0.0067, 0.9933, 0], last]
+    close(attn.attention_weights(torch.eye(3)[None], padding_mask=mask)[0, 0], expected)
+    close(attn(torch.eye(3)[None], padding_mask=mask)[0], expected)
+
+
+def test_gpt2_size_module():
+    attn = MultiHeadAttention(768, 768, 1024, 12, qkv_bias=True)
+    assert sum(p.numel() for p in attn.parameters()) == 4 * 768 * 768 + 4 * 768
+    assert attn(torch.randn(1, 1024, 768)).shape == (1, 1024, 768)
+    assert attn.attention_weights(torch.randn(1, 5, 768)).shape == (1, 12, 5, 5)

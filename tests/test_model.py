@@ -1,0 +1,246 @@
+"""The GPT: its loss, its initialisation, and generation with a cache against generation without."""
+
+import math
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig, KVCache, next_token_probs
+from tests.conftest import ROOT
+
+
+def make_model(seed=0, sharp=1.0, **sizes):
+    """A tiny model in eval mode; `sharp` widens its weights, so that its choices are clear."""
+    torch.manual_seed(seed)
+    config = dict(block_size=16, vocab_size=97, n_layer=2, n_head=2, n_embd=32) | sizes
+    model = GPT(GPTConfig(**config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(sharp)
+    return model
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(vocab_size=97),
+        dict(vocab_size=65, n_layer=4, n_head=4, n_embd=128, block_size=64),
+        dict(vocab_size=65, n_layer=6, n_head=6, n_embd=384, block_size=256),
+        dict(vocab_size=50257, n_layer=12, n_head=12, n_embd=768, block_size=64),
+    ],
+)
+def test_loss_at_initialisation_is_that_of_a_uniform_guess(sizes):
+    model = make_model(**sizes)
+    V, T = model.config.vocab_size, model.config.block_size
+    with torch.no_grad():
+        _, loss = model(torch.randint(V, (8, T)), torch.randint(V, (8, T)))
+    assert loss.item() == pytest.approx(math.log(V), rel=0.02)
+
+
+def test_one_batch_can_be_overfitted():
+    model = make_model().train()
+    idx, targets = torch.randint(97, (2, 4, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        _, loss = model(idx, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+
+
+def test_loss_is_the_mean_cross_entropy_of_all_logits():
+    model = make_model()
+    idx, targets = torch.randint(97, (2, 4, 16))
+    targets[0, :5] = -100
+    logits, loss = model(idx, targets)
+    assert logits.shape == (4, 16, 97)
+    log_probs = logits.double().log_softmax(dim=-1)
+    chosen = [
+        log_probs[b, t, targets[b, t]] for b in range(4) for t in range(16) if targets[b, t] >= 0
+    ]
+    assert loss.item() == pytest.approx(-torch.stack(chosen).mean().item(), abs=1e-6)
+
+
+def test_future_tokens_do_not_change_past_logits():
+    model = make_model()
+    idx = torch.randint(97, (2, 16))
+    changed = idx.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 97
+    torch.testing.assert_close(model(idx)[0][:, :9], model(changed)[0][:, :9])
+
+
+@pytest.mark.parametrize("chunks", [[1] * 16, [5, 11], [16]])
+def test_cached_logits_equal_those_of_the_whole_sequence(chunks):
+    model = make_model()
+    idx = torch.randint(97, (2, 16))
+    cache, parts = [KVCache() for _ in model.h], []
+    with torch.no_grad():
+        for part in idx.split(chunks, dim=1):
+            parts.append(model(part, cache=cache)[0])
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():
+    with pytest.raises(ValueError, match=r"17.*16"):
+        make_model()(torch.zeros(1, 17, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(n_embd=30, n_head=4), dict(n_layer=0), dict(vocab_size=-1), dict(dropout=1.0)]
+)
+def test_impossible_sizes_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        GPTConfig(**wrong)
+
+
+def test_model_file_works_alone(tmp_path):
+    shutil.copy(ROOT / "model.py", tmp_path)
+    code = "from model import *; GPT(GPTConfig(8, 9, 1, 1, 4))(torch.ones(1, 8).long())"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+# ---------------------------------------------------------------- generation
+
+
+def generate(model, idx, n, **options):
+    """The drawn tokens, (B, n)."""
+    return torch.stack(list(model.generate(torch.as_tensor(idx), n, **options)), dim=1)
+
+
+def greedy_without_cache(model, tokens, n):
+    """One sequence; the window rule of generate, every token from a forward pass of its own."""
+    block_size = model.config.block_size
+    window, drawn = list(tokens)[-block_size:], []
+    for _ in range(n):
+        if len(window) > block_size:
+            window = window[-max(1, block_size // 2) :]
+        with torch.no_grad():
+            logits, _ = model(torch.tensor([window]))
+        drawn.append(logits[0, -1].argmax().item())
+        window.append(drawn[-1])
+    return drawn
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 5, 16])
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_greedy_with_cache_equals_greedy_without(block_size, length):
+    model = make_model(sharp=8, block_size=block_size)
+    tokens = torch.randint(97, (length,)).tolist()
+    cached = generate(model, [tokens], 60, temperature=0)[0].tolist()
+    assert cached == greedy_without_cache(model, tokens, 60)
+    assert len(set(cached)) > 1 or block_size < 5  # it does not just repeat one token
+
+
+def padded(prompts):
+    T = max(map(len, prompts))
+    idx = torch.tensor([[0] * (T - len(p)) + p for p in prompts])
+    mask = torch.tensor([[False] * (T - len(p)) + [True] * len(p) for p in prompts])
+    return idx, mask
+
+
+@pytest.mark.parametrize("n", [5, 60])  # within the window, and several windows beyond
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(top_k=20, top_p=0.9, min_p=0.01)])
+def test_each_row_of_a_batch_gives_what_it_gives_alone(n, options):
+    model = make_model(sharp=8)
+    prompts = [torch.randint(97, (length,)).tolist() for length in (3, 9, 1, 16, 16)]
+    idx, mask = padded(prompts)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(5)]
+    together = generate(model, idx, n, padding_mask=mask, generator=generators, **options)
+    for seed, prompt in enumerate(prompts):
+        generator = torch.Generator().manual_seed(seed)
+        alone = generate(model, [prompt], n, generator=generator, **options)
+        assert torch.equal(together[seed], alone[0]), seed
+
+
+def test_left_padding_does_not_change_logits():
+    model = make_model()
+    idx, mask = padded([[1, 2, 3], [4, 5, 6, 7, 8]])
+    logits, _ = model(idx, padding_mask=mask)
+    torch.testing.assert_close(logits[0, 2:], model(torch.tensor([[1, 2, 3]]))[0][0])
+
+
+def test_generate_is_lazy_and_seeded():
+    model = make_model()
+    stream = model.generate(torch.tensor([[1]]), 10**9)
+    assert [next(stream).shape for _ in range(3)] == [(1,)] * 3
+    a, b, c = (
+        generate(model, [[1]], 20, generator=torch.Generator().manual_seed(s)).tolist()
+        for s in (1, 1, 2)
+    )
+    assert a == b != c
+    assert list(model.generate(torch.tensor([[1]]), 0)) == []
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_drawn():
+    model = make_model()
+    json = '{"model": {"vocab": {"a": 3, "b": 5}}, "added_tokens": [{"id": 7}, {"id": 99}]}'
+    model.restrict_to_tokens(json)
+    assert set(generate(model, [[3]], 200)[0].tolist()) == {3, 5, 7}
+    assert set(generate(model, [[3]], 20, temperature=0)[0].tolist()) <= {3, 5, 7}
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+    ],
+)
+def test_impossible_sampling_options_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        list(make_model().generate(torch.tensor([[1]]), 1, **{name: value}))
+
+
+def test_generate_refuses_an_empty_prompt_and_a_negative_count():
+    with pytest.raises(ValueError, match="newline"):
+        list(make_model().generate(torch.zeros(1, 0, dtype=torch.int64), 1))
+    with pytest.raises(ValueError, match="max_new_tokens=-1"):
+        list(make_model().generate(torch.tensor([[1]]), -1))
+
+
+# ---------------------------------------------------------------- filters
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.8, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 1000])
+@pytest.mark.parametrize("top_p", [0.05, 0.9, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.1, 1.0])
+def test_filters_equal_those_of_transformers(temperature, top_k, top_p, min_p):
+    from transformers import generation
+
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)) * 3
+    probs = next_token_probs(logits, temperature, top_k, top_p, min_p)
+    expected = generation.TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        expected = generation.TopKLogitsWarper(top_k)(None, expected)
+    if top_p < 1:
+        expected = generation.TopPLogitsWarper(top_p)(None, expected)
+    if min_p:
+        expected = generation.MinPLogitsWarper(min_p)(None, expected)
+    torch.testing.assert_close(probs, expected.softmax(dim=-1))
+    torch.testing.assert_close(probs.sum(dim=-1), torch.ones(7))
+
+
+def test_greedy_is_the_likeliest_token_and_tiny_temperatures_approach_it():
+    logits = torch.randn(7, 50) * 100
+    greedy = next_token_probs(logits, temperature=0)
+    assert torch.equal(greedy.argmax(dim=-1), logits.argmax(dim=-1))
+    torch.testing.assert_close(next_token_probs(logits, temperature=1e-30), greedy)
+
+
+def test_draws_follow_the_probabilities():
+    model = make_model(sharp=8)
+    probs = next_token_probs(model(torch.tensor([[5]]))[0][:, -1].detach(), top_k=4)
+    idx = torch.full((20_000, 1), 5)
+    drawn = generate(model, idx, 1, top_k=4, generator=torch.Generator().manual_seed(0))
+    share = torch.bincount(drawn[:, 0], minlength=97) / len(idx)
+    torch.testing.assert_close(share, probs[0], rtol=0, atol=0.015)
