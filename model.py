@@ -347,12 +347,9 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
-        1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3).
-        Embeddings get N(0, 0.01): wte is the output layer too, and its first logits stay small."""
+        1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3)."""
         for name, module in self.named_modules():
-            if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, mean=0.0, std=0.01)
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | nn.Embedding):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
                 nn.init.normal_(module.weight, mean=0.0, std=0.02 / math.sqrt(depth))
             if isinstance(module, nn.Linear) and module.bias is not None:

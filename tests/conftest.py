@@ -23,7 +23,7 @@ def run_script(script, *arguments, cwd, stdin="", **environment):
         input=stdin if isinstance(stdin, bytes) else stdin.encode(),
         capture_output=True,
         timeout=120,
-        env=os.environ | environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,  # the models are tiny
     )
 
 

@@ -30,16 +30,9 @@ def test_embedded_corpus_needs_nothing(tmp_path):
 def test_embedded_validation_text_is_not_in_the_training_text():
     corpus = prepare.embedded_corpus()
     part = training_part(np.array([len(text) for text in corpus.values()]))
-    train = {
-        line
-        for text, n in zip(corpus.values(), part, strict=True)
-        if n
-        for line in text.split("\n")
-    }
-    val = [
-        line for text, n in zip(corpus.values(), part, strict=True) if not n
-        for line in text.split("\n") if len(line) > 40
-    ]  # fmt: skip
+    texts = list(zip(corpus.values(), part, strict=True))
+    train = {line for text, n in texts if n for line in text.split("\n")}
+    val = [line for text, n in texts if not n for line in text.split("\n") if len(line) > 40]
     assert len(val) > 100
     assert sum(line in train for line in val) < 0.1 * len(val)
 
@@ -48,9 +41,8 @@ def test_embedded_validation_text_is_not_in_the_training_text():
 def test_text_survives_whatever_the_locale(tmp_path, tokenizer):
     text = "Zeile eins\r\nпривет 你好 🙂\n\n\ttab <|endoftext|>\r" * 20
     (tmp_path / "mine.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    output_of(
-        "prepare.py", "mine.txt", "--tokenizer", tokenizer, cwd=tmp_path, LC_ALL="C", LANG="C"
-    )
+    arguments = ["mine.txt", "--tokenizer", tokenizer]
+    output_of("prepare.py", *arguments, cwd=tmp_path, LC_ALL="C", LANG="C")
     data = tmp_path / "data" / "mine"
     train, val = split_text(data, "train"), split_text(data, "val")
     assert train + val == text
@@ -83,9 +75,7 @@ def test_folders_and_jsonl_give_documents(tmp_path):
     assert json.loads((data / "meta.json").read_text())["documents"] == 103
 
 
-def test_a_large_file_gives_the_same_tokens_in_pieces_as_at_once(
-    tmp_path, gpt2_encoding, monkeypatch
-):
+def test_pieces_give_the_tokens_of_the_whole_file(tmp_path, gpt2_encoding, monkeypatch):
     monkeypatch.chdir(tmp_path)
     corpus = "".join(prepare.embedded_corpus().values()) + "end of it"
     (tmp_path / "corpus.txt").write_text(corpus, encoding="utf-8", newline="")

@@ -1,0 +1,283 @@
+"""train.py: its helpers against their definitions, and whole runs as a user makes them."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from config import UserError
+from model import GPT, GPTConfig
+from tests.conftest import ROOT, TINY, output_of, run_script
+from train import (
+    TrainConfig,
+    configure_optimizer,
+    evaluate,
+    get_batch,
+    learning_rate_at,
+    list_checkpoints,
+    pick_dtype,
+    save_checkpoint,
+)
+
+
+def copy_data(trained, directory):
+    (directory / "data").symlink_to(trained / "data", target_is_directory=True)
+
+
+def read_log(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- batches
+
+
+def visited(shards, config, steps):
+    """The first tokens of all windows of these steps, in order."""
+    return [int(x[0]) for step in steps for x in get_batch(shards, config, step)[0]]
+
+
+@pytest.mark.parametrize("lengths", [[1000], [17], [33], [500, 20, 5, 300], [170]])
+def test_an_epoch_visits_every_window_once(lengths):
+    ends = np.cumsum([0, *lengths])
+    shards = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+    config = TrainConfig(block_size=16, batch_size=1)
+    n = sum(max(length // 16 - 1, int(length > 16)) for length in lengths)
+    epochs = [visited(shards, config, range(e * n, (e + 1) * n)) for e in range(4)]
+    for starts in epochs:
+        tiling = sorted(starts)
+        for shard in shards:
+            inside = [start for start in tiling if shard[0] <= start <= shard[-1]]
+            assert all(b - a == 16 for a, b in itertools.pairwise(inside))
+        assert len(set(tiling)) == n
+    if n > 10:
+        assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+
+
+def test_targets_are_the_next_tokens():
+    x, y = get_batch([np.arange(1000)], TrainConfig(block_size=16, batch_size=5), step=3)
+    assert x.shape == y.shape == (5, 16) and x.dtype == torch.int64
+    assert torch.equal(y, x + 1) and torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    shards, config = [np.arange(5000)], TrainConfig(block_size=16, batch_size=8)
+    later = get_batch(shards, config, 1000)[0]
+    assert torch.equal(get_batch(shards, config, 1000)[0], later)
+    other = get_batch(shards, dataclasses.replace(config, seed=1), 1000)[0]
+    assert not torch.equal(other, later)
+
+
+def test_processes_and_accumulation_share_the_same_windows():
+    shards, B = [np.arange(50_000)], 4
+    whole = TrainConfig(block_size=16, batch_size=4 * B)
+    parts = TrainConfig(block_size=16, batch_size=B, gradient_accumulation_steps=4)
+    for step in (0, 7, 300):
+        expected = get_batch(shards, whole, step)[0]
+        one = [get_batch(shards, parts, step, micro)[0] for micro in range(4)]
+        two = [get_batch(shards, parts, step, m, r, 2)[0] for m in range(2) for r in range(2)]
+        assert torch.equal(torch.cat(one), expected)
+        assert torch.equal(torch.cat(two), expected)
+
+
+# ---------------------------------------------------------------- schedule, optimizer, evaluation
+
+
+@pytest.mark.parametrize("max_iters", [1, 2, 9, 10, 50, 2000])
+def test_schedule_rises_then_falls_to_min_lr(max_iters):
+    config = TrainConfig(max_iters=max_iters, learning_rate=1e-3, min_lr=1e-4, warmup_iters=100)
+    rates = [learning_rate_at(step, config) for step in range(max_iters)]
+    warmup = min(100, max_iters // 10)
+    assert rates[:warmup] == pytest.approx([1e-3 * (i + 1) / warmup for i in range(warmup)])
+    assert all(a >= b for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
+    assert 0 < min(rates) and max(rates) <= 1e-3
+    if max_iters > 1:
+        assert max(rates) == pytest.approx(1e-3) and rates[-1] == pytest.approx(1e-4)
+
+
+def test_only_matrices_decay():
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    decay, rest = configure_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert all("ln_" not in names[id(p)] and "bias" not in names[id(p)] for p in decay["params"])
+    assert len(decay["params"]) + len(rest["params"]) == len(names)
+
+
+@pytest.mark.parametrize("n_tokens", [17, 18, 100, 161])
+def test_evaluation_covers_every_token_of_the_split_once(n_tokens):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 11, 2, 2, 8))
+    tokens = np.random.default_rng(0).integers(0, 11, n_tokens).astype(np.uint16)
+    token_bytes = np.arange(11)
+    config = TrainConfig(block_size=16, batch_size=3)
+    nats, bits = evaluate(model, tokens, token_bytes, config)
+    assert model.training
+    model.eval()
+    total = 0.0
+    for start in range(0, n_tokens - 1, 16):
+        window = torch.from_numpy(tokens[start : start + 17].astype(np.int64))[None]
+        _, loss = model(window[:, :-1], window[:, 1:])
+        total += loss.item() * (window.size(1) - 1)
+    assert nats == pytest.approx(total / (n_tokens - 1), abs=1e-5)
+    assert bits == pytest.approx(total / math.log(2) / token_bytes[tokens[1:]].sum(), abs=1e-5)
+
+
+def test_dtype_is_as_asked_and_auto_is_one_that_trains():
+    config = TrainConfig(block_size=16, batch_size=2, n_embd=32, n_head=2)
+    sizes = GPTConfig(16, 11, 1, 2, 32)
+    assert pick_dtype("cpu", dataclasses.replace(config, dtype="float16"), sizes) == "float16"
+    assert pick_dtype("cpu", config, sizes) in ("float32", "bfloat16")
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_the_best_and_the_last_checkpoints_stay(tmp_path):
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.6], start=1):
+        metrics = {"step": step * 5, "val_loss": loss}
+        save_checkpoint(tmp_path, model, '{"added_tokens": []}', {}, metrics, keep_last=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "checkpoint-10", "checkpoint-20", "checkpoint-25",
+    ]  # fmt: skip
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    save_checkpoint(tmp_path, model, '{"added_tokens": []}', {}, {"step": 1, "val_loss": 1}, 2)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match="No space left"):
+        save_checkpoint(tmp_path, model, '{"added_tokens": []}', {}, {"step": 2, "val_loss": 1}, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def test_a_run_makes_exactly_max_iters_updates_and_checkpoints(trained):
+    run = trained / "out" / "mine"
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-10", "checkpoint-20"]
+    files = {path.name for path in (run / "checkpoint-20").iterdir()}
+    assert files == {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "training_state.pt", "metrics.json",
+    }  # fmt: skip
+    state = torch.load(run / "checkpoint-20" / "training_state.pt", weights_only=True)
+    assert state["step"] == 20
+    assert all(entry["step"] == 20 for entry in state["optimizer"]["state"].values())
+    log = read_log(run)
+    assert [entry["step"] for entry in log if "val_loss" in entry] == [10, 20]
+    assert log[-1]["val_loss"] < math.log(30)
+    assert {"loss", "lr", "norm", "ms", "tokens_per_s"} <= set(log[0])
+
+
+def test_output_without_a_terminal_is_plain_lines(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    output = output_of("train.py", "--dataset=mine", *TINY, "--max_iters=100", cwd=tmp_path)
+    lines = output.splitlines()
+    assert any(line.startswith("step 100/100: loss") and "tokens/s" in line for line in lines)
+    assert sum("bits per byte" in line for line in lines) == 10
+    assert 10 <= sum(line.startswith("  | ") for line in lines) <= 20
+    assert "\r" not in output
+
+
+def test_logged_loss_of_accumulation_is_the_mean_over_micro_batches(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    losses = []
+    for i, (batch, steps) in enumerate([(8, 1), (2, 4)]):
+        arguments = ["--max_iters=5", "--log_interval=1", "--grad_clip=0", f"--out_dir=out/{i}"]
+        arguments += [f"--batch_size={batch}", f"--gradient_accumulation_steps={steps}"]
+        output_of("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
+        losses.append([e["loss"] for e in read_log(tmp_path / "out" / str(i)) if "loss" in e])
+    assert len(losses[0]) == 5
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
+def weights(run, step):
+    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
+
+
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    common = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
+    common += ["--max_iters=400", "--eval_interval=200"]
+    output_of("train.py", *common, "--out_dir=out/whole", cwd=tmp_path)
+    run = tmp_path / "out" / "parts"
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *common, "--out_dir=out/parts"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # as run_script
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while not (run / "log.jsonl").exists() or "loss" not in (run / "log.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and b"--resume=True" in output
+    (checkpoint,) = list_checkpoints(run)
+    assert 0 < int(checkpoint.name.removeprefix("checkpoint-")) < 400
+    output_of("train.py", "--out_dir=out/parts", "--resume=True", cwd=tmp_path)
+    a, b = (weights(tmp_path / "out" / name, 400) for name in ("whole", "parts"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    logged = [e["step"] for e in read_log(run) if "lr" in e]
+    assert logged == sorted(set(logged)) and logged[-1] == 400
+
+
+def test_a_resumed_run_keeps_its_sizes(trained):
+    arguments = ["--out_dir=out/mine", "--resume=True"]
+    process = run_script("train.py", *arguments, "--n_layer=5", cwd=trained)
+    assert process.returncode == 1 and b"--n_layer=5" in process.stderr
+    process = run_script("train.py", *arguments, cwd=trained)
+    assert process.returncode == 1 and b"--max_iters" in process.stderr
+
+
+def test_an_existing_run_is_never_overwritten_silently(trained):
+    before = weights(trained / "out" / "mine", 20)
+    process = run_script("train.py", "--dataset=mine", *TINY, cwd=trained)
+    assert process.returncode == 1
+    assert b"--resume=True" in process.stderr and b"--overwrite=True" in process.stderr
+    after = weights(trained / "out" / "mine", 20)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mixed_precision_trains_to_about_the_same_loss(trained, tmp_path, dtype):
+    copy_data(trained, tmp_path)
+    output_of("train.py", "--dataset=mine", *TINY, f"--dtype={dtype}", cwd=tmp_path)
+    ours, float32 = (read_log(run / "out" / "mine")[-1] for run in (tmp_path, trained))
+    assert ours["val_loss"] == pytest.approx(float32["val_loss"], abs=0.1)
+    stored = weights(tmp_path / "out" / "mine", 20)
+    assert all(tensor.dtype == torch.float32 for tensor in stored.values())
+
+
+def test_training_starts_from_a_checkpoint(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    start = trained / "out" / "mine" / "checkpoint-20"
+    arguments = [f"--init_from={start}", "--learning_rate=0", "--min_lr=0", "--max_iters=1"]
+    output_of("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
+    before = read_log(trained / "out" / "mine")[-1]["val_loss"]
+    assert read_log(tmp_path / "out" / "mine")[-1]["val_loss"] == pytest.approx(before, abs=1e-5)
+
+
+def test_quick_start_prepares_its_corpus(tmp_path):
+    output = output_of("train.py", *TINY, "--max_iters=2", cwd=tmp_path)
+    assert "data/quickstart" in output.replace("\\", "/")
+    assert (tmp_path / "out" / "quickstart" / "checkpoint-2").is_dir()
+    text = output_of("sample.py", "--max_new_tokens=20", cwd=tmp_path)
+    assert len(text) > 5
