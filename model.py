@@ -347,11 +347,15 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
-        1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3)."""
+        1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3).
+        GPT-2's 0.02 is for a width of 768; at others linear layers keep its gain: 1 / sqrt(C)."""
+        gain = math.sqrt(768 / self.config.n_embd)
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, mean=0.0, std=0.02)
+            if isinstance(module, nn.Linear):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
-                nn.init.normal_(module.weight, mean=0.0, std=0.02 / math.sqrt(depth))
+                nn.init.normal_(module.weight, mean=0.0, std=0.02 * gain / math.sqrt(depth))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 

@@ -84,6 +84,12 @@ def load(
     if positional is None:
         parser.add_argument("presets", nargs="*", metavar="PRESET.toml", help="files of settings")
 
+    try:  # the bytes that were typed, as UTF-8 whatever the locale made of them
+        argv = [
+            os.fsencode(text).decode("utf-8") for text in (sys.argv[1:] if argv is None else argv)
+        ]
+    except UnicodeDecodeError as error:
+        parser.error(f"an argument is not UTF-8: {error.object!r}")
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].split("=")[0]

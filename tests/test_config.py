@@ -73,7 +73,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(arguments, message, capsys):
         ('rate = "fast"', "rate = 'fast' is not number"),
         ("rate = inf", "rate = inf is not number"),
         ("loud = 1", "loud = 1 is not True|False"),
-        ("width = ", "line 1"),
+        ("width = = 1", "line 1"),
         ("[table]\nwidth = 1", "unknown key table"),
     ],
 )
