@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 END_OF_TEXT = "<|endoftext|>"
@@ -73,6 +74,15 @@ class GPTConfig:
 def check_length(length: int, block_size: int):
     if length > block_size:
         raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
+
+
+def check_mask(padding_mask: torch.Tensor, B: int, S: int):
+    if padding_mask.dtype != torch.bool:
+        got = padding_mask.dtype
+        raise TypeError(f"padding_mask is {got}: must be bool, True = may attend (mask.bool())")
+    if padding_mask.shape != (B, S):
+        shapes = f"{tuple(padding_mask.shape)}: must be (B, S) = {(B, S)}"
+        raise ValueError(f"padding_mask has shape {shapes}")
 
 
 class KVCache:
@@ -204,12 +214,7 @@ class MultiHeadAttention(nn.Module):
         mask = self.causal_mask[None, None, past : past + T, :S]
         if padding_mask is None:
             return mask, torch.ones_like(mask[..., :1])  # key 0 is open to every query
-        if padding_mask.dtype != torch.bool:
-            got = padding_mask.dtype
-            raise TypeError(f"padding_mask is {got}: must be bool, True = may attend (mask.bool())")
-        if padding_mask.shape != (q.size(0), S):
-            shapes = f"{tuple(padding_mask.shape)}: must be (B, S) = {(q.size(0), S)}"
-            raise ValueError(f"padding_mask has shape {shapes}")
+        check_mask(padding_mask, q.size(0), S)
         mask = mask & padding_mask[:, None, None, :]  # a new tensor: the buffer stays as it is
         has_key = mask.any(dim=-1, keepdim=True)
         return mask | ~has_key, has_key
@@ -273,7 +278,7 @@ def next_token_probs(
             raise ValueError(f"{name}={value}: must be {rule}")
     if temperature == 0:
         return F.one_hot(logits.argmax(dim=-1), logits.size(-1)).float()
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0: no overflow
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)  # at most 0
     if 0 < top_k < logits.size(-1):
         drop = logits < logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(drop, float("-inf"))
@@ -304,16 +309,20 @@ def checkpoint_directory(path: str | Path) -> Path:
 
     Raises FileNotFoundError where there is no checkpoint."""
     path = Path(path)
-    if (
-        re.fullmatch(r"(openai-community/)?gpt2(-medium|-large|-xl)?", str(path))
-        and not path.exists()
-    ):
+    name = path.as_posix()
+    if re.fullmatch(r"(openai-community/)?gpt2(-medium|-large|-xl)?", name) and not path.exists():
         try:
             from huggingface_hub import snapshot_download
         except ImportError:
-            raise FileNotFoundError(f"to download {path}: pip install huggingface_hub") from None
+            raise FileNotFoundError(f"to download {name}: pip install huggingface_hub") from None
         files = ["config.json", "model*.safetensors", "tokenizer.json"]
-        path = Path(snapshot_download(str(path), allow_patterns=files))
+        try:
+            path = Path(snapshot_download(name, allow_patterns=files))
+        except OSError as error:  # no network, or no such files
+            raise FileNotFoundError(
+                f"{name}: cannot be downloaded ({type(error).__name__}); fetch config.json, "
+                "model.safetensors and tokenizer.json yourself and give their directory"
+            ) from None
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path}: no checkpoint there (a directory with a config.json)")
     return path
@@ -352,7 +361,7 @@ class GPT(nn.Module):
         gain = math.sqrt(768 / self.config.n_embd)
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, mean=0.0, std=0.02)
+                nn.init.normal_(module.weight, mean=0.0, std=0.015)
             if isinstance(module, nn.Linear):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
                 nn.init.normal_(module.weight, mean=0.0, std=0.02 * gain / math.sqrt(depth))
@@ -370,7 +379,9 @@ class GPT(nn.Module):
         check_length(S, self.config.block_size)
         if padding_mask is None:
             positions = torch.arange(past, S, device=idx.device)  # (T,)
-        else:  # a sequence's first real token has position 0, however much padding precedes it
+        else:
+            check_mask(padding_mask, idx.size(0), S)
+            # A sequence's first real token has position 0, however much padding precedes it
             positions = (padding_mask.cumsum(dim=1) - 1).clamp(min=0)[:, past:]  # (B, T)
         x = self.drop(self.wte(idx) + self.wpe(positions))  # (B, T, C)
         for i, block in enumerate(self.h):
@@ -459,20 +470,32 @@ class GPT(nn.Module):
         self.drawable[[i for i in ids if i < self.config.vocab_size]] = True
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> "GPT":
+    def from_pretrained(cls, path: str | Path, *, dropout: float | None = None) -> "GPT":
         """The model, in eval mode and float32, of a directory with config.json and
         model.safetensors as Hugging Face's GPT2LMHeadModel or save_pretrained writes them; or of
-        the hub name of a GPT-2. Raises FileNotFoundError, or ValueError for another architecture.
-        """
+        the hub name of a GPT-2. dropout: for training on, in place of the stored one.
+        Raises FileNotFoundError, or ValueError for another architecture or a damaged file."""
         path = checkpoint_directory(path)
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         for key, value in FIXED.items():
             if config.get(key, value) != value:
                 raise ValueError(f"{path}: {key} is {config[key]!r}, this model has {value!r} only")
-        model = cls(GPTConfig(**{ours: config[hf] for ours, hf in FIELDS.items() if hf in config}))
         stored = {}
         for file in sorted(path.glob("model*.safetensors")):
-            stored |= {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+            try:
+                tensors = load_file(file)
+            except SafetensorError as error:
+                raise ValueError(f"{file} is damaged: {error}") from None
+            stored |= {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        if not stored:
+            raise FileNotFoundError(f"{path}: no model.safetensors in it")
+        fields = {ours: config[hf] for ours, hf in FIELDS.items() if hf in config}
+        if dropout is not None:
+            fields["dropout"] = dropout
+        # Another program may have trained biases that this file's config.json says are not there.
+        biases = (t for name, t in stored.items() if name.endswith(".bias") and t.dim() == 1)
+        fields["bias"] = fields.get("bias", True) or any(t.any() for t in biases)
+        model = cls(GPTConfig(**fields))
         for name, parameter in model.named_parameters():
             tensor = stored.get(name, torch.empty(0))
             tensor = tensor.T if name.endswith(CONV1D) else tensor

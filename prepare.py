@@ -45,6 +45,7 @@ ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 TOKENS_PER_SHARD = 100_000_000
 PIECE = 1 << 20  # bytes read at a time
+SAFE_CUT = re.compile(r"(?s).*[^\W\d_](?=\s)")
 DOWNLOADS = {  # name: (address, sha256)
     "shakespeare": (
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -349,9 +350,9 @@ def _safe_cut(text):
     """The last place where the pieces can be encoded apart and give the same tokens: before white
     space that follows a letter, where no tokenizer's pattern has a token in common. 0 if nowhere.
     """
-    for i in range(len(text) - 1, 0, -1):
-        if text[i].isspace() and text[i - 1].isalpha():
-            return i
+    letter_before_space = SAFE_CUT.match(text)
+    if letter_before_space:
+        return letter_before_space.end()
     return len(text) if len(text) > 16 * PIECE else 0
 
 

@@ -61,10 +61,6 @@ class SampleConfig:
 # ---------------------------------------------------------------------------- pure helpers
 
 
-def read_metrics(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "metrics.json").read_text(encoding="utf-8"))
-
-
 def find_checkpoint(path: str) -> Path:
     """The checkpoint that `path` means: itself, or a run's with the lowest validation loss; without
     a path, that of the newest run under out/. Raises UserError where there is none."""
@@ -76,7 +72,8 @@ def find_checkpoint(path: str) -> Path:
     path = Path(path)
     found = [file.parent for file in path.glob("checkpoint-*/metrics.json")]
     if found:
-        return min(found, key=lambda checkpoint: read_metrics(checkpoint)["val_loss"])
+        losses = [json.loads((path / "metrics.json").read_text())["val_loss"] for path in found]
+        return found[losses.index(min(losses))]
     if path.exists() and not (path / "config.json").is_file():
         raise UserError(f"{path}: no checkpoint in it; python train.py --out_dir={path} makes one")
     try:
@@ -129,7 +126,8 @@ def read_prompts(config: SampleConfig) -> list[str]:
     """The prompts of --prompt, --prompts or standard input. Raises UserError for no text."""
     if config.prompts:
         try:
-            lines = Path(config.prompts).read_text(encoding="utf-8-sig").splitlines()
+            text = Path(config.prompts).read_text(encoding="utf-8-sig")
+            lines = text.removesuffix("\n").split("\n") if text else []
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompts {config.prompts}: cannot be read: {error}") from None
         if not lines:
@@ -223,8 +221,8 @@ def main():
     encoding = load_tokenizer(checkpoint)
     try:
         model = GPT.from_pretrained(checkpoint).to(config.device)
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{checkpoint}: {str(error).splitlines()[0]}") from None
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise UserError(f"{checkpoint}: cannot be opened: {str(error).splitlines()[0]}") from None
     print(f"{checkpoint}: {model.num_parameters():,} parameters", file=sys.stderr)
     if not config.interactive:
         return write_texts(model, encoding, prompts, config)

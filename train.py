@@ -26,14 +26,16 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
 from typing import Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from config import UserError, check, load, run
-from model import GPT, Block, GPTConfig, pick_device
+from model import GPT, Block, GPTConfig, checkpoint_directory, pick_device
 from prepare import PrepareConfig, bytes_per_token, load_tokenizer, prepare, start_token
 
 
@@ -81,9 +83,11 @@ class TrainConfig:
                 raise UserError(f"--{name}={getattr(self, name)}: must be at least 0 and below 1")
         if self.n_embd % self.n_head:
             raise UserError(f"--n_embd={self.n_embd} is not divisible by --n_head={self.n_head}")
+        if self.seed >= 1 << 63:
+            raise UserError(f"--seed={self.seed}: must be below 2**63")
         if Path(self.dataset).name != self.dataset or self.dataset in ("", ".."):
             raise UserError(f"--dataset={self.dataset}: give a name under data/, not a path")
-        if self.min_lr > self.learning_rate:
+        if self.min_lr > self.learning_rate and not self.resume:  # then the run's own min_lr counts
             raise UserError(
                 f"--min_lr={self.min_lr} is above --learning_rate={self.learning_rate}: lower it"
             )
@@ -163,6 +167,15 @@ def check_ids(ids, vocab_size: int, where: str):
         raise UserError(
             f"{where}: token id {int(ids.max())} is beyond the vocabulary of {vocab_size}: its "
             "tokenizer.json belongs to other data; prepare it again"
+        )
+
+
+def check_finite(loss: float, step: int, config: TrainConfig):
+    """Raises UserError for a loss that is not a number or infinite."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss is {loss} at step {step}: lower --learning_rate={config.learning_rate} or "
+            f"--grad_clip={config.grad_clip}, or use --dtype=float32"
         )
 
 
@@ -252,6 +265,7 @@ def pick_dtype(device: str, config: TrainConfig, model_config: GPTConfig) -> str
 def list_checkpoints(out_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = [path for path in out_dir.glob("checkpoint-*") if (path / "metrics.json").is_file()]
+    found = [path for path in found if path.name.removeprefix("checkpoint-").isdigit()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
@@ -278,7 +292,7 @@ def save_checkpoint(
             shutil.rmtree(final)
         temporary.rename(final)
         _sync(out_dir)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{final}: cannot be written: {error}") from error
     checkpoints = list_checkpoints(out_dir)
@@ -300,9 +314,16 @@ def load_training_state(out_dir: Path) -> tuple[Path, dict]:
     """The newest checkpoint and its training state. Raises UserError where there is none."""
     checkpoints = list_checkpoints(out_dir)
     if not checkpoints:
-        raise UserError(f"{out_dir}: no checkpoint to resume; start without --resume")
-    state = torch.load(checkpoints[-1] / "training_state.pt", map_location="cpu", weights_only=True)
-    return checkpoints[-1], state
+        raise UserError(f"{out_dir}: no checkpoint to resume; start anew with --overwrite=True")
+    file = checkpoints[-1] / "training_state.pt"
+    try:
+        return checkpoints[-1], torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{file}: cannot be read ({reason}); delete {checkpoints[-1]}, to resume from "
+            "the checkpoint before"
+        ) from None
 
 
 def resumed_config(saved: dict, given: dict, out_dir: Path) -> TrainConfig:
@@ -314,10 +335,9 @@ def resumed_config(saved: dict, given: dict, out_dir: Path) -> TrainConfig:
                 "run keeps; leave the flag out, or start another run with another --out_dir"
             )
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    saved = {
-        k: check(TrainConfig, k, v, "training_state.pt") for k, v in saved.items() if k in known
-    }
-    return TrainConfig(**(saved | given | {"resume": True, "overwrite": False}))
+    saved = {name: value for name, value in saved.items() if name in known}
+    saved |= given | {"out_dir": str(out_dir), "resume": False, "overwrite": False}
+    return TrainConfig(**{k: check(TrainConfig, k, v, str(out_dir)) for k, v in saved.items()})
 
 
 # ---------------------------------------------------------------------------- the script
@@ -332,7 +352,6 @@ def main():
     if config.resume:
         checkpoint, state = load_training_state(out_dir)
         config = resumed_config(state["config"], given, out_dir)
-        config.out_dir = str(out_dir)
     elif not config.overwrite and (list_checkpoints(out_dir) or (out_dir / "log.jsonl").exists()):
         raise UserError(
             f"{out_dir} holds a run: --resume=True goes on with it, --overwrite=True deletes it, "
@@ -364,10 +383,10 @@ def main():
         raise UserError(f"{data}: cannot be read: {error}; prepare it again") from None
     for split, n in (("train", max(map(len, train), default=0)), ("val", len(val))):
         if n <= config.block_size:
+            smaller = f", or set --block_size={n - 1} or less" if n > 1 else ""
             raise UserError(
                 f"{data}: the {split} split has {n} tokens, fewer than block_size + 1 = "
-                f"{config.block_size + 1}, a window and its targets: prepare more text, or set "
-                f"--block_size to {max(1, n - 1)} or less"
+                f"{config.block_size + 1}, a window and its targets: prepare more text{smaller}"
             )
     val = np.asarray(val[: config.eval_tokens + 1] if config.eval_tokens else val)
     token_bytes = bytes_per_token(encoding)
@@ -375,14 +394,19 @@ def main():
     # ------------------------------------------------------------------------ model
     try:
         if state:
-            model = GPT.from_pretrained(checkpoint)
+            model = GPT.from_pretrained(checkpoint, dropout=config.dropout)
         elif config.init_from != "scratch":
-            model = GPT.from_pretrained(config.init_from)
+            model = GPT.from_pretrained(config.init_from, dropout=config.dropout)
         else:
             sizes = {f.name: getattr(config, f.name, 0) for f in dataclasses.fields(GPTConfig)}
             model = GPT(GPTConfig(**sizes | {"vocab_size": encoding.n_vocab}))
     except (FileNotFoundError, ValueError) as error:
         raise UserError(str(error)) from None
+    source = checkpoint if state else config.init_from
+    if source != "scratch" and (checkpoint_directory(source) / "tokenizer.json").exists():
+        its = load_tokenizer(checkpoint_directory(source))
+        if its._mergeable_ranks != encoding._mergeable_ranks:
+            raise UserError(f"{source} was trained with another tokenizer than that of {data}")
     model.restrict_to_tokens(tokenizer_json)
     for name in ("n_layer", "n_head", "n_embd", "bias"):
         if name in given and given[name] != getattr(model.config, name):
@@ -422,15 +446,16 @@ def main():
 
     # ------------------------------------------------------------------------ output folder
     x, y = get_batch(train, config, first_step)  # bad data shows before anything is written
-    check_ids(x, vocab_size, str(data))
+    check_ids(torch.stack([x, y]), vocab_size, str(data))
     try:
-        if config.overwrite:
-            shutil.rmtree(out_dir, ignore_errors=True)
         out_dir.mkdir(parents=True, exist_ok=True)
+        for path in list_checkpoints(out_dir) if config.overwrite else []:
+            shutil.rmtree(path)  # and nothing else that may lie in the folder
         kept = []
         if state and (out_dir / "log.jsonl").exists():  # what came after the checkpoint is redone
             lines = (out_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= first_step]
+            whole = [line for line in lines if line.endswith("}")]  # a crash may have cut the last
+            kept = [line for line in whole if json.loads(line)["step"] <= first_step]
         log_file = (out_dir / "log.jsonl").open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out_dir}: cannot be written: {error.strerror}") from None
@@ -450,8 +475,13 @@ def main():
 
     # ------------------------------------------------------------------------ loop
     stopped = []  # signals: the step is finished and saved before the program ends
+
+    def stop(number, frame):
+        stopped.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopped.append(number))
+        signal.signal(number, stop)
     hide = not sys.stderr.isatty()
     bar = tqdm(total=config.max_iters, initial=first_step, unit="step", disable=hide, leave=False)
     train_losses, logged_at, logged_step = [], time.perf_counter(), first_step
@@ -462,7 +492,7 @@ def main():
         step_loss = torch.zeros((), device=device)
         for micro_step in range(config.gradient_accumulation_steps):
             x, y = get_batch(train, config, step, micro_step)
-            check_ids(x, vocab_size, str(data))
+            check_ids(torch.stack([x, y]), vocab_size, str(data))
             torch.manual_seed(hash((config.seed, step, micro_step)))  # dropout, of this step alone
             with autocast:
                 _, loss = compiled(x.to(device), y.to(device))
@@ -481,11 +511,7 @@ def main():
 
         if done % config.log_interval == 0 or last:
             loss = step_loss.item()
-            if not math.isfinite(loss):
-                raise UserError(
-                    f"the loss is {loss} at step {done}: lower --learning_rate "
-                    f"({config.learning_rate}) or --grad_clip, or use --dtype=float32"
-                )
+            check_finite(loss, done, config)
             seconds = (time.perf_counter() - logged_at) / (done - logged_step)
             speed, left = tokens_per_step / seconds, seconds * (config.max_iters - done)
             lr = optimizer.param_groups[0]["lr"]
@@ -504,8 +530,10 @@ def main():
             logged_at, logged_step = time.perf_counter(), done
 
         if done % config.eval_interval == 0 or last:
+            paused = time.perf_counter()
             with autocast:
                 val_loss, bits = evaluate(compiled, val, token_bytes, config)
+            check_finite(val_loss, done, config)  # before a checkpoint is written
             train_loss = torch.stack(train_losses).mean().item()
             train_losses = []
             metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
@@ -522,7 +550,7 @@ def main():
             state = {"step": done, "config": dataclasses.asdict(config)}
             state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
             save_checkpoint(out_dir, model, tokenizer_json, state, metrics, config.keep_last)
-            logged_at = time.perf_counter()  # evaluation is not the training's time
+            logged_at += time.perf_counter() - paused  # evaluation is not the training's time
 
         if stopped:
             bar.close()

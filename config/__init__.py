@@ -30,8 +30,10 @@ class UserError(Exception):
 
 def run(main: Callable[[], int | None]):
     """Run a script's main; a user's mistake becomes one line on standard error and exit code 1."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")  # whatever the locale says
+    errors = ("surrogateescape", "replace", "replace")
+    for stream, handling in zip((sys.stdin, sys.stdout, sys.stderr), errors, strict=True):
+        if stream is not None:  # closed
+            stream.reconfigure(encoding="utf-8", errors=handling)  # whatever the locale says
     try:
         sys.exit(main())
     except UserError as error:
@@ -76,8 +78,6 @@ def load(
                 options["default"] = argparse.SUPPRESS
             parser.add_argument(field.name, metavar=field.name.upper(), **options)
             continue
-        if types[field.name] is bool:
-            options |= {"nargs": "?", "const": True}
         if many:
             options["action"] = "append"
         parser.add_argument(f"--{field.name}", metavar=_type_name(types[field.name]), **options)
@@ -90,6 +90,11 @@ def load(
         ]
     except UnicodeDecodeError as error:
         parser.error(f"an argument is not UTF-8: {error.object!r}")
+    for i, text in enumerate(argv):  # a switch leaves the next word alone: --resume preset.toml
+        following = argv[i + 1].lower() if i + 1 < len(argv) else ""
+        switch = text.startswith("--") and types.get(text[2:]) is bool
+        if switch and following not in ("true", "false"):
+            argv[i] = f"{text}=True"
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].split("=")[0]

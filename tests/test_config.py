@@ -42,6 +42,7 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
 def test_flags_have_the_types_of_their_fields():
     config, _ = parse("--loud", "--mode=false", "--stop=a", "--stop", "b", "--rate=2", "--name=7")
     assert (config.loud, config.mode, config.stop, config.rate) == (True, "False", ("a", "b"), 2.0)
+    assert parse("--name", "x", "--loud", "--width=2")[0].loud
     assert config.name == "7" and type(config.rate) is float
 
 

@@ -200,6 +200,25 @@ def test_impossible_sampling_options_are_refused(name, value):
         list(make_model().generate(torch.tensor([[1]]), 1, **{name: value}))
 
 
+def test_a_mask_that_is_not_bool_is_refused():
+    model, idx = make_model(), torch.ones(1, 4, dtype=torch.int64)
+    for call in (model, lambda *a, **k: list(model.generate(*a, 1, **k))):
+        with pytest.raises(TypeError, match="bool"):
+            call(idx, padding_mask=torch.ones(1, 4))
+
+
+def test_initialisation_keeps_the_residual_stream_at_any_depth():
+    model = make_model(n_layer=8, n_embd=192, n_head=4)
+    std = 0.02 * math.sqrt(768 / 192)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all()
+        elif name.endswith("c_proj.weight"):
+            assert parameter.std().item() == pytest.approx(std / 4, rel=0.05)
+        elif parameter.dim() == 2 and name.startswith("h"):
+            assert parameter.std().item() == pytest.approx(std, rel=0.05)
+
+
 def test_generate_refuses_an_empty_prompt_and_a_negative_count():
     with pytest.raises(ValueError, match="newline"):
         list(make_model().generate(torch.zeros(1, 0, dtype=torch.int64), 1))
@@ -234,7 +253,8 @@ def test_greedy_is_the_likeliest_token_and_tiny_temperatures_approach_it():
     logits = torch.randn(7, 50) * 100
     greedy = next_token_probs(logits, temperature=0)
     assert torch.equal(greedy.argmax(dim=-1), logits.argmax(dim=-1))
-    torch.testing.assert_close(next_token_probs(logits, temperature=1e-30), greedy)
+    for temperature in (1e-30, 1e-300):
+        torch.testing.assert_close(next_token_probs(logits, temperature), greedy)
 
 
 def test_draws_follow_the_probabilities():

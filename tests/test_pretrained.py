@@ -108,6 +108,34 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
         GPT.from_pretrained(tmp_path)
 
 
+def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
+    random_model(False).save_pretrained(tmp_path)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    other.save_pretrained(tmp_path)
+    idx = torch.randint(28, (3, 16))
+    model = GPT.from_pretrained(tmp_path, dropout=0.25)
+    torch.testing.assert_close(model(idx)[0], other(idx).logits, rtol=0, atol=1e-5)
+    assert model.config.bias and model.config.dropout == model.h[0].attn.dropout == 0.25
+
+
+def test_a_gpt2_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    """As huggingface_hub lays a download out; HF_HUB_CACHE is read when it is imported."""
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--gpt2" / "snapshots" / "abc"
+    random_model(True).save_pretrained(snapshot)
+    (tmp_path / "models--gpt2" / "refs").mkdir()
+    (tmp_path / "models--gpt2" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    idx = torch.randint(28, (3, 16))
+    torch.testing.assert_close(GPT.from_pretrained("gpt2")(idx)[0], random_model(True)(idx)[0])
+    with pytest.raises(FileNotFoundError, match="gpt2-medium: cannot be downloaded"):
+        GPT.from_pretrained("gpt2-medium")
+
+
 def test_no_checkpoint_is_a_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         GPT.from_pretrained(tmp_path)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import model as model_module
 from config import UserError
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, output_of, run_script
@@ -160,10 +162,13 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeyp
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(UserError, match="No space left"):
-        save_checkpoint(tmp_path, model, '{"added_tokens": []}', {}, {"step": 2, "val_loss": 1}, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    metrics = {"step": 2, "val_loss": 1}
+    for module, name in ((torch, "save"), (model_module, "save_file")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            with pytest.raises(UserError, match="No space left"):
+                save_checkpoint(tmp_path, model, '{"added_tokens": []}', {}, metrics, 2)
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
 # ---------------------------------------------------------------- whole runs
@@ -215,7 +220,7 @@ def weights(run, step):
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(trained, tmp_path):
     copy_data(trained, tmp_path)
     common = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
-    common += ["--max_iters=400", "--eval_interval=200"]
+    common += ["--max_iters=400", "--eval_interval=400"]
     output_of("train.py", *common, "--out_dir=out/whole", cwd=tmp_path)
     run = tmp_path / "out" / "parts"
     process = subprocess.Popen(
@@ -228,6 +233,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(trained, tmp_path
     deadline = time.monotonic() + 60
     while not (run / "log.jsonl").exists() or "loss" not in (run / "log.jsonl").read_text():
         assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM and b"--resume=True" in output
@@ -255,6 +261,51 @@ def test_an_existing_run_is_never_overwritten_silently(trained):
     assert b"--resume=True" in process.stderr and b"--overwrite=True" in process.stderr
     after = weights(trained / "out" / "mine", 20)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_overwriting_deletes_the_run_and_nothing_else(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    run = tmp_path / "out" / "mine"
+    shutil.copytree(trained / "out" / "mine", run)
+    (run / "notes.txt").write_text("mine")
+    arguments = ["--overwrite", "--max_iters=3"]
+    output_of("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-3"]
+    assert (run / "notes.txt").exists() and read_log(run)[-1]["step"] == 3
+
+
+def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    arguments = ["--learning_rate=1e30", "--warmup_iters=0", "--grad_clip=0", "--eval_interval=3"]
+    process = run_script("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and "--learning_rate" in error and error.count("\n") == 1
+    assert list_checkpoints(tmp_path / "out" / "mine") == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+def test_a_damaged_training_state_is_named(trained, tmp_path, damage):
+    copy_data(trained, tmp_path)
+    shutil.copytree(trained / "out", tmp_path / "out")
+    file = tmp_path / "out" / "mine" / "checkpoint-20" / "training_state.pt"
+    content = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(content[: 0 if damage == "empty" else len(content) // 2])
+    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=30"]
+    process = run_script("train.py", *arguments, cwd=tmp_path)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and "training_state.pt" in error and error.count("\n") == 1
+
+
+def test_a_model_of_another_tokenizer_is_refused(trained, tmp_path):
+    (tmp_path / "other.txt").write_text("".join(chr(ord("A") + i % 23) for i in range(3000)))
+    output_of("prepare.py", "other.txt", cwd=tmp_path)
+    start = trained / "out" / "mine" / "checkpoint-20"
+    arguments = ["--dataset=other", f"--init_from={start}"]
+    process = run_script("train.py", *TINY, *arguments, cwd=tmp_path)
+    assert process.returncode == 1 and b"another tokenizer" in process.stderr
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
