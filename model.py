@@ -358,10 +358,13 @@ class GPT(nn.Module):
         """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
         1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3).
         GPT-2's 0.02 is for a width of 768; at others linear layers keep its gain: 1 / sqrt(C)."""
-        gain = math.sqrt(768 / self.config.n_embd)
+        C, V = self.config.n_embd, self.config.vocab_size
+        gain = math.sqrt(768 / C)
+        # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
+        embedding_std = min(0.02, math.sqrt(0.03 * math.log(V) / C))
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, mean=0.0, std=0.015)
+                nn.init.normal_(module.weight, mean=0.0, std=embedding_std)
             if isinstance(module, nn.Linear):
                 depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
                 nn.init.normal_(module.weight, mean=0.0, std=0.02 * gain / math.sqrt(depth))

@@ -95,7 +95,7 @@ def test_prepare_refuses_wrong_flags(tmp_path, arguments, named, code):
         (["--batch_size=-1"], ["--batch_size=-1"], 2),
         (["nix.toml"], ["nix.toml"], 1),
         (["broken.toml"], ["broken.toml", "line 1"], 1),
-        (["--dataset=mine", "--block_size=1000"], ["val", "760", "1001", "--block_size"], 1),
+        (["--dataset=mine", "--block_size=1000"], ["val", "769", "1001", "--block_size"], 1),
         (["--dataset=wrong"], ["wrong", "5000"], 1),
         (["--dataset=cut"], ["cut"], 1),
         (["--dataset=mine", "--resume=True", "--out_dir=out/nix"], ["out/nix"], 1),
