@@ -284,7 +284,7 @@ def next_token_probs(
         logits = logits.masked_fill(drop, float("-inf"))
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        drop = probs.cumsum(dim=-1) - probs >= top_p  # the likelier ones suffice already
+        drop = probs.cumsum(dim=-1) - probs >= max(top_p, 1e-30)  # the likelier ones suffice
         logits = logits.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
     if min_p > 0:
         logits = logits.masked_fill(logits < math.log(min_p), float("-inf"))  # the best has 0
@@ -479,20 +479,24 @@ class GPT(nn.Module):
         the hub name of a GPT-2. dropout: for training on, in place of the stored one.
         Raises FileNotFoundError, or ValueError for another architecture or a damaged file."""
         path = checkpoint_directory(path)
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        for key, value in FIXED.items():
-            if config.get(key, value) != value:
-                raise ValueError(f"{path}: {key} is {config[key]!r}, this model has {value!r} only")
+        try:
+            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            fields = {ours: config[hf] for ours, hf in FIELDS.items() if hf in config}
+            for key, value in FIXED.items():
+                if config.get(key, value) != value:
+                    raise ValueError(f"{key} is {config[key]!r}, this model has {value!r} only")
+            GPTConfig(**fields)
+        except (TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path / 'config.json'} is not of a GPT-2: {error}") from None
         stored = {}
         for file in sorted(path.glob("model*.safetensors")):
             try:
                 tensors = load_file(file)
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} is damaged: {error}") from None
             stored |= {name.removeprefix("transformer."): t for name, t in tensors.items()}
         if not stored:
             raise FileNotFoundError(f"{path}: no model.safetensors in it")
-        fields = {ours: config[hf] for ours, hf in FIELDS.items() if hf in config}
         if dropout is not None:
             fields["dropout"] = dropout
         # Another program may have trained biases that this file's config.json says are not there.

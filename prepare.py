@@ -17,6 +17,7 @@ References:
 """
 
 import array
+import codecs
 import gzip
 import hashlib
 import importlib
@@ -227,7 +228,7 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
         tokenizer = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{file}: not found; the tokenizer belongs there") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
     try:
         pattern = _split_pattern(tokenizer["pre_tokenizer"])
@@ -237,10 +238,13 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
             for token, id in tokenizer["model"]["vocab"].items()
             if token not in special
         }
+        ids = [*ranks.values(), *special.values()]
+        if len(set(ids)) < len(ids) or not all(0 <= id < 1 << 32 for id in ids):
+            raise ValueError("ids that are not unique, or not from 0 to 2**32 - 1")
         return tiktoken.Encoding(
             Path(path).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{file}: not a byte-level BPE as prepare.py writes it ({error!r})"
         ) from None
@@ -270,9 +274,11 @@ def find_files(sources: Sequence[str]) -> list[Path]:
     for source in map(Path, sources):
         if not source.exists():
             raise UserError(f"{source}: no such file or folder")
-        if not source.is_dir():
+        if source.is_file():
             files.append(source)
             continue
+        if not source.is_dir():
+            raise UserError(f"{source}: not a file; it is read twice, so save it to one first")
         inside = [file for file in sorted(source.rglob("*")) if file.is_file()]
         inside = [file for file in inside if "/." not in f"/{file.relative_to(source).as_posix()}"]
         text = [file for file in inside if _looks_like_text(file)]
@@ -286,10 +292,13 @@ def find_files(sources: Sequence[str]) -> list[Path]:
 
 
 def _looks_like_text(file):
-    if file.name.endswith(".jsonl.gz"):
+    if file.name.lower().endswith(".jsonl.gz"):
         return True
-    with file.open("rb") as f:
-        start = f.read(8192)
+    try:
+        with file.open("rb") as f:
+            start = f.read(8192).removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     try:
         return bool(start) and b"\0" not in start and start.decode("utf-8") is not None
     except UnicodeDecodeError as error:
@@ -304,8 +313,8 @@ def read_pieces(file: Path, progress: tqdm) -> Iterator[tuple[str, bool]]:
     """
     try:
         with file.open("rb") as raw:
-            if file.name.endswith((".jsonl", ".jsonl.gz")):
-                lines = gzip.open(raw) if file.suffix == ".gz" else raw
+            if file.name.lower().endswith((".jsonl", ".jsonl.gz")):
+                lines = gzip.open(raw) if file.suffix.lower() == ".gz" else raw
                 yield from _read_jsonl(file, lines, raw, progress)
             else:
                 yield from _read_text(file, raw, progress)
@@ -369,7 +378,7 @@ def _read_jsonl(file, lines, raw, progress):
             text.encode()
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: line {number}: not UTF-8 at its byte {error.start}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f'{file}: line {number}: not a JSON object with a "text"') from None
         if "\0" in text:
             raise UserError(f"{file}: line {number}: a NUL character in its text")
@@ -484,7 +493,7 @@ def prepare(config: PrepareConfig) -> Path:
     """Write data/NAME/ as `config` says and return it. Raises UserError."""
     sources = list(config.sources)
     first = Path(sources[0]).resolve().name if sources else "quickstart"
-    name = config.name or re.sub(r"(\.\w+)+$", "", first)
+    name = config.name or re.sub(r"(?i)\.(txt|md|text|jsonl|jsonl\.gz)$", "", first.strip("."))
     target = Path("data") / name
     if target.exists() and not config.overwrite:
         raise UserError(
@@ -552,7 +561,11 @@ def _write(config, files, output, target):
     train = TokenWriter(output, "train", dtype, sharded=True)
     val = TokenWriter(output, "val", dtype, sharded=False)
     document = position = 0
+    again = hashlib.sha256()
     for piece, ends in documents("encode"):
+        again.update(piece.encode() + b"\0" * ends)
+        if document == len(lengths) or not alphabet.issuperset(piece if alphabet else ""):
+            break  # a file has grown since the first reading
         cut = max(0, cuts[document] - position)
         for writer, text in ((train, piece[:cut]), (val, piece[cut:])):
             if text:
@@ -567,6 +580,8 @@ def _write(config, files, output, target):
             document, position = document + 1, 0
     train.close()
     val.close()
+    if again.digest() != digest.digest():
+        raise UserError("a source changed while it was read: prepare it again")
     (output / "tokenizer.json").write_text(tokenizer_to_json(encoding), encoding="utf-8")
     meta = {
         "format": 1,

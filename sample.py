@@ -10,7 +10,6 @@ The text goes to standard output as it is drawn, everything else to standard err
 """
 
 import codecs
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from config import UserError, load, run
+from config import UserError, load, read_loss, run
 from model import GPT, checkpoint_directory, pick_device
 from prepare import encode, load_tokenizer, start_token
 
@@ -72,8 +71,9 @@ def find_checkpoint(path: str) -> Path:
     path = Path(path)
     found = [file.parent for file in path.glob("checkpoint-*/metrics.json")]
     if found:
-        losses = [json.loads((path / "metrics.json").read_text())["val_loss"] for path in found]
-        return found[losses.index(min(losses))]
+        return min(found, key=read_loss)
+    if path.is_file():
+        raise UserError(f"{path}: a file; name a run or a checkpoint directory")
     if path.exists() and not (path / "config.json").is_file():
         raise UserError(f"{path}: no checkpoint in it; python train.py --out_dir={path} makes one")
     try:
@@ -152,8 +152,9 @@ def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
     has ended. Sample i of a prompt is drawn with seed + i, whatever stands beside it in the batch.
     """
     rows, texts, generators = [], [], []
-    for prompt in prompts:
-        ids = encode(encoding, prompt, "the prompt").tolist() or [start_token(encoding)]
+    for number, prompt in enumerate(prompts, start=1):
+        what = f"{config.prompts}, prompt {number}" if config.prompts else "the prompt"
+        ids = encode(encoding, prompt, what).tolist() or [start_token(encoding)]
         if len(ids) > model.config.block_size:
             print(
                 f"the prompt has {len(ids)} tokens, the model sees {model.config.block_size}: "
@@ -229,7 +230,7 @@ def main():
     print("a prompt, then Enter; an empty line ends", file=sys.stderr)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        prompt = sys.stdin.readline().rstrip("\r\n")
+        prompt = sys.stdin.readline().removeprefix("\ufeff").rstrip("\r\n")
         if not prompt:
             return None
         try:

@@ -34,7 +34,7 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from config import UserError, check, load, run
+from config import UserError, check, load, read_loss, run
 from model import GPT, Block, GPTConfig, checkpoint_directory, pick_device
 from prepare import PrepareConfig, bytes_per_token, load_tokenizer, prepare, start_token
 
@@ -203,7 +203,7 @@ def evaluate(
         total += loss.double().cpu() * (y >= 0).sum()  # the loss is a mean over the targets given
     model.train(was_training)
     nats = total.item() / n
-    return nats, nats * n / (math.log(2) * int(token_bytes[tokens[1:]].sum()))
+    return nats, nats * n / (math.log(2) * max(1, int(token_bytes[tokens[1:]].sum())))
 
 
 def sample_lines(model: GPT, encoding, config: TrainConfig, step: int) -> list[str]:
@@ -269,10 +269,6 @@ def list_checkpoints(out_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
-def read_metrics(checkpoint: Path) -> dict:
-    return json.loads((checkpoint / "metrics.json").read_text(encoding="utf-8"))
-
-
 def save_checkpoint(
     out_dir: Path, model: GPT, tokenizer_json: str, state: dict, metrics: dict, keep_last: int
 ):
@@ -296,7 +292,7 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{final}: cannot be written: {error}") from error
     checkpoints = list_checkpoints(out_dir)
-    best = min(checkpoints, key=lambda path: read_metrics(path)["val_loss"])
+    best = min(checkpoints, key=read_loss)
     for path in checkpoints[:-keep_last]:
         if path != best:
             shutil.rmtree(path)
@@ -310,6 +306,10 @@ def _sync(path):
     os.close(descriptor)
 
 
+# What torch.load makes of a file that is missing, cut short, or something else.
+DAMAGED = (OSError, RuntimeError, EOFError, UnpicklingError, LookupError, ValueError, TypeError)
+
+
 def load_training_state(out_dir: Path) -> tuple[Path, dict]:
     """The newest checkpoint and its training state. Raises UserError where there is none."""
     checkpoints = list_checkpoints(out_dir)
@@ -317,9 +317,20 @@ def load_training_state(out_dir: Path) -> tuple[Path, dict]:
         raise UserError(f"{out_dir}: no checkpoint to resume; start anew with --overwrite=True")
     file = checkpoints[-1] / "training_state.pt"
     try:
-        return checkpoints[-1], torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        if not {"step", "config", "optimizer", "scaler"} <= set(state):
+            raise ValueError("not a training state")
+        return checkpoints[-1], state
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        UnpicklingError,
+        LookupError,
+        ValueError,
+        TypeError,
+    ) as e:
+        reason = str(e).partition("\n")[0]
         raise UserError(
             f"{file}: cannot be read ({reason}); delete {checkpoints[-1]}, to resume from "
             "the checkpoint before"
@@ -352,7 +363,7 @@ def main():
     if config.resume:
         checkpoint, state = load_training_state(out_dir)
         config = resumed_config(state["config"], given, out_dir)
-    elif not config.overwrite and (list_checkpoints(out_dir) or (out_dir / "log.jsonl").exists()):
+    elif not config.overwrite and list_checkpoints(out_dir):
         raise UserError(
             f"{out_dir} holds a run: --resume=True goes on with it, --overwrite=True deletes it, "
             "--out_dir=... leaves it alone"
@@ -379,8 +390,12 @@ def main():
     try:
         train = [np.load(file, mmap_mode="r") for file in sorted(data.glob("train-*.npy"))]
         val = np.load(data / "val.npy", mmap_mode="r")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{data}: cannot be read: {error}; prepare it again") from None
+    if not train or any(ids.ndim != 1 or ids.dtype.kind != "u" for ids in [*train, val]):
+        raise UserError(
+            f"{data}: token files are not one-dimensional and unsigned; prepare it again"
+        )
     for split, n in (("train", max(map(len, train), default=0)), ("val", len(val))):
         if n <= config.block_size:
             smaller = f", or set --block_size={n - 1} or less" if n > 1 else ""
@@ -436,9 +451,10 @@ def main():
     first_step, best = 0, math.inf
     if state:
         optimizer.load_state_dict(state["optimizer"])
-        scaler.load_state_dict(state["scaler"])
+        if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
+            scaler.load_state_dict(state["scaler"])
         first_step = state["step"]
-        best = min(read_metrics(path)["val_loss"] for path in list_checkpoints(out_dir))
+        best = min(read_loss(path) for path in list_checkpoints(out_dir))
         if first_step >= config.max_iters:
             raise UserError(
                 f"{checkpoint} has all {first_step} updates: give a higher --max_iters to go on"
@@ -455,7 +471,7 @@ def main():
         if state and (out_dir / "log.jsonl").exists():  # what came after the checkpoint is redone
             lines = (out_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
             whole = [line for line in lines if line.endswith("}")]  # a crash may have cut the last
-            kept = [line for line in whole if json.loads(line)["step"] <= first_step]
+            kept = [line for line in whole if json.loads(line).get("step", 0) <= first_step]
         log_file = (out_dir / "log.jsonl").open("w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out_dir}: cannot be written: {error.strerror}") from None

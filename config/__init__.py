@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import os
 import re
@@ -32,12 +33,16 @@ def run(main: Callable[[], int | None]):
     """Run a script's main; a user's mistake becomes one line on standard error and exit code 1."""
     errors = ("surrogateescape", "replace", "replace")
     for stream, handling in zip((sys.stdin, sys.stdout, sys.stderr), errors, strict=True):
-        if stream is not None:  # closed
+        if stream is not None:
             stream.reconfigure(encoding="utf-8", errors=handling)  # whatever the locale says
+    sys.stdin = sys.stdin or open(os.devnull)  # None where the caller has closed it
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     try:
         sys.exit(main())
     except UserError as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
+        line = " ".join(str(error).splitlines())  # a file's name may hold a newline
+        sys.exit(f"{Path(sys.argv[0]).name}: error: {line}")
     except BrokenPipeError:  # `sample.py | head`: the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -117,12 +122,21 @@ def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
     if not path.exists() and (Path(__file__).parent.parent / path).exists():
         path = Path(__file__).parent.parent / path  # `config/gpt2.toml` from any directory
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such preset{_presets()}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     return {name: check(cls, name, value, str(path)) for name, value in values.items()}
+
+
+def read_loss(checkpoint: Path) -> float:
+    """The validation loss of a checkpoint. Raises UserError where its metrics.json is damaged."""
+    try:
+        metrics = json.loads((checkpoint / "metrics.json").read_text(encoding="utf-8"))
+        return float(metrics["val_loss"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / 'metrics.json'} is damaged: {error!r}") from None
 
 
 def check(cls: type, name: str, value: Any, where: str) -> Any:
@@ -148,7 +162,10 @@ def check(cls: type, name: str, value: Any, where: str) -> Any:
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         """One line, without the usage text: that is what --help is for."""
-        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
+        hint = "; see --help"
+        if "expected one argument" in message:
+            hint = ", such as --FLAG=VALUE, the form that a value with a leading - needs"
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{hint}\n")
 
 
 def _comments(cls):

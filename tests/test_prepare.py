@@ -97,6 +97,34 @@ def test_pieces_put_characters_together_that_the_chunks_cut(tmp_path, monkeypatc
         assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build = prepare.build_tokenizer
+    for name, addition in (("a.txt", "more"), ("a.txt", "ü"), ("a.jsonl", '{"text": "b"}\n')):
+        (tmp_path / name).write_text('{"text": "aremo"}\n' * 30)
+
+        def grow(*arguments, name=name, addition=addition, **options):
+            with open(name, "a", encoding="utf-8") as file:
+                file.write(addition)
+            return build(*arguments, **options)
+
+        monkeypatch.setattr(prepare, "build_tokenizer", grow)
+        with pytest.raises(UserError, match="changed while"):
+            prepare.prepare(PrepareConfig(sources=(name,)))
+        assert list((tmp_path / "data").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [("my.novel.v2.txt", "my.novel.v2"), (".txt", "txt"), ("B.JSONL", "B"), ("a b", "a b")],
+)
+def test_data_is_called_after_its_source(tmp_path, source, name):
+    (tmp_path / source).write_text('{"text": "some words"}\n' * 20)
+    output_of("prepare.py", source, cwd=tmp_path)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [name]
+    assert ("{" in split_text(tmp_path / "data" / name, "train")) == (source != "B.JSONL")
+
+
 def test_token_files_are_npy_whatever_their_length(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "TOKENS_PER_SHARD", 1000)
     writer = TokenWriter(tmp_path, "train", np.dtype(np.uint32), sharded=True)
