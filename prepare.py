@@ -17,7 +17,6 @@ References:
 """
 
 import array
-import codecs
 import gzip
 import hashlib
 import importlib
@@ -296,13 +295,14 @@ def _looks_like_text(file):
         return True
     try:
         with file.open("rb") as f:
-            start = f.read(8192).removeprefix(codecs.BOM_UTF8)
+            start = f.read(8192)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     try:
-        return bool(start) and b"\0" not in start and start.decode("utf-8") is not None
+        return b"\0" not in start and start.decode("utf-8-sig") != ""
     except UnicodeDecodeError as error:
-        return error.start >= len(start) - 3 and len(start) == 8192  # the cut character at the end
+        cut = error.reason == "unexpected end of data" and len(start) == 8192
+        return cut  # the last character, which goes on behind what was read
 
 
 def read_pieces(file: Path, progress: tqdm) -> Iterator[tuple[str, bool]]:

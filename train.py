@@ -321,16 +321,8 @@ def load_training_state(out_dir: Path) -> tuple[Path, dict]:
         if not {"step", "config", "optimizer", "scaler"} <= set(state):
             raise ValueError("not a training state")
         return checkpoints[-1], state
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        UnpicklingError,
-        LookupError,
-        ValueError,
-        TypeError,
-    ) as e:
-        reason = str(e).partition("\n")[0]
+    except DAMAGED as error:
+        reason = str(error).partition("\n")[0]
         raise UserError(
             f"{file}: cannot be read ({reason}); delete {checkpoints[-1]}, to resume from "
             "the checkpoint before"
@@ -396,7 +388,7 @@ def main():
         raise UserError(
             f"{data}: token files are not one-dimensional and unsigned; prepare it again"
         )
-    for split, n in (("train", max(map(len, train), default=0)), ("val", len(val))):
+    for split, n in (("train", max(map(len, train))), ("val", len(val))):
         if n <= config.block_size:
             smaller = f", or set --block_size={n - 1} or less" if n > 1 else ""
             raise UserError(

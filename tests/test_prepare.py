@@ -125,6 +125,15 @@ def test_data_is_called_after_its_source(tmp_path, source, name):
     assert ("{" in split_text(tmp_path / "data" / name, "train")) == (source != "B.JSONL")
 
 
+def test_files_in_a_folder_are_recognised_wherever_a_character_is_cut(tmp_path):
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbf")
+    for shift in range(4):
+        for mark in (b"", b"\xef\xbb\xbf"):
+            content = mark + b"x" * shift + "🙂".encode() * 4000
+            (tmp_path / f"{shift}{len(mark)}.txt").write_bytes(content)
+    assert len(prepare.find_files([str(tmp_path)])) == 8
+
+
 def test_token_files_are_npy_whatever_their_length(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "TOKENS_PER_SHARD", 1000)
     writer = TokenWriter(tmp_path, "train", np.dtype(np.uint32), sharded=True)
