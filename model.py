@@ -30,7 +30,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
 
+LOSS_ROWS = 256  # of logits held at a time, (LOSS_ROWS, V), where the loss alone is wanted
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -107,6 +109,17 @@ class KVCache:
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
 
+def fused_attention(q, k, v, **options):
+    """scaled_dot_product_attention, in float32 where its bfloat16 is slow: on a CPU the gradient
+    of a short sequence takes three times as long (at T = 64; at 256 it is about even)."""
+    short = q.device.type == "cpu" and q.requires_grad and q.size(2) < 256
+    if not (short and q.dtype == torch.bfloat16):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with torch.autocast("cpu", enabled=False):
+        q, k, v = q.float(), k.float(), v.float()
+        return F.scaled_dot_product_attention(q, k, v, **options).bfloat16()
+
+
 class MultiHeadAttention(nn.Module):
     """softmax(Q K^T / sqrt(hs)) V for n_head heads (Vaswani et al. 2017, section 3.2).
 
@@ -165,10 +178,10 @@ class MultiHeadAttention(nn.Module):
             # is_causal aligns query 0 with key 0, right only without a past: the flash kernel.
             # A single query after a past is the newest position and may attend to every key.
             causal = self.causal and past == 0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=causal)
+            y = fused_attention(q, k, v, dropout_p=dropout_p, is_causal=causal)
         else:
             mask, has_key = self._mask(q, k, past, padding_mask)
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
+            y = fused_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
             y = y * has_key  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, nh, hs) -> (B, T, d_out): heads side by side
         return self.resid_dropout(self.c_proj(y))
@@ -402,19 +415,36 @@ class GPT(nn.Module):
         *,
         padding_mask: torch.Tensor | None = None,
         cache: list[KVCache] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        need_logits: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Logits (B, T, V) and, with targets, the mean cross-entropy in nats per token.
 
         idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S.
+        need_logits=False: None in their place, and the loss takes memory for LOSS_ROWS of them at
+        a time instead of all; they are computed again for the gradient.
         Raises ValueError for more than block_size tokens, IndexError for an id outside 0..V-1.
         """
-        logits = self.lm_head(self.hidden(idx, padding_mask, cache))
+        x = self.hidden(idx, padding_mask, cache)
+        if targets is not None and not need_logits:
+            return None, self.chunked_loss(x.flatten(0, 1), targets.flatten())
+        logits = self.lm_head(x)
         if targets is None:
             return logits, None
         # In float32 under autocast too: a sum over V exponentials needs the digits.
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
         return logits, loss
+
+    def chunked_loss(self, x, targets):
+        """The mean cross-entropy of hidden states x (N, C), LOSS_ROWS at a time; targets (N,)."""
+
+        def summed(x, targets):
+            logits = self.lm_head(x).float()
+            return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+        chunks = zip(x.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
+        total = sum(checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks)
+        return total / (targets != -100).sum()
 
     @torch.no_grad()
     def generate(

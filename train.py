@@ -12,10 +12,14 @@ References:
   https://arxiv.org/abs/1608.03983
 - Micikevicius et al. 2018, mixed precision, https://arxiv.org/abs/1710.03740
 - Brown et al. 2020 (GPT-3), appendix B: the recipe of AdamW that the defaults follow
+- Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
+- Hägele et al. 2024, warm-up, hold and decay, https://arxiv.org/abs/2405.18392
+- Chen et al. 2016, activation checkpointing, https://arxiv.org/abs/1604.06174
 """
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -23,15 +27,18 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
 from config import UserError, check, load, read_loss, run
@@ -55,8 +62,13 @@ class TrainConfig:
     batch_size: int = 12  # windows in a micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches in an update, over all processes
     max_iters: int = 2000  # updates
-    learning_rate: float = 6e-4  # the highest, after warm-up
-    min_lr: float = 6e-5  # at the end of the cosine
+    optimizer: Literal["adamw", "muon"] = "adamw"  # of the blocks' matrices; the rest has AdamW
+    learning_rate: float = 6e-4  # AdamW's highest, after warm-up
+    muon_lr: float = 0.02  # Muon's highest; it rises and falls with the other
+    muon_momentum: float = 0.95  # Muon: decay of the mean of gradients; short runs like it lower
+    schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls
+    hold: float = 0.0  # linear: the share of the run before the fall begins
+    min_lr: float = 6e-5  # where learning_rate ends
     warmup_iters: int = 100  # updates with a rising learning rate; at most a tenth of max_iters
     weight_decay: float = 0.1  # of matrices; biases and LayerNorms have none
     beta1: float = 0.9  # AdamW: decay of the mean of gradients
@@ -70,6 +82,8 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
     compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: on CUDA
+    recompute: bool = False  # compute activations again for the backward pass: less memory, slower
+    vocab_multiple: int = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
 
     def __post_init__(self):
         for name in POSITIVE:
@@ -78,7 +92,7 @@ class TrainConfig:
         for name in NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise UserError(f"--{name}={getattr(self, name)}: must not be negative")
-        for name in ("beta1", "beta2", "dropout"):
+        for name in ("beta1", "beta2", "muon_momentum", "hold", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"--{name}={getattr(self, name)}: must be at least 0 and below 1")
         if self.n_embd % self.n_head:
@@ -91,6 +105,8 @@ class TrainConfig:
             raise UserError(
                 f"--min_lr={self.min_lr} is above --learning_rate={self.learning_rate}: lower it"
             )
+        if self.optimizer == "muon" and self.learning_rate == 0:
+            raise UserError("--learning_rate=0.0: with --optimizer=muon it must be above 0")
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
         self.out_dir = self.out_dir or f"out/{self.dataset}"
@@ -98,13 +114,15 @@ class TrainConfig:
 
 POSITIVE = (
     "block_size n_layer n_head n_embd batch_size gradient_accumulation_steps max_iters "
-    "eval_interval keep_last log_interval"
+    "eval_interval keep_last log_interval vocab_multiple"
 ).split()
-NOT_NEGATIVE = "learning_rate min_lr warmup_iters weight_decay grad_clip eval_tokens seed".split()
+NOT_NEGATIVE = (
+    "learning_rate muon_lr min_lr warmup_iters weight_decay grad_clip eval_tokens seed"
+).split()
 # What makes a run another run: a resumed one keeps it.
 FIXED = (
     "dataset init_from block_size n_layer n_head n_embd bias batch_size "
-    "gradient_accumulation_steps seed"
+    "gradient_accumulation_steps optimizer vocab_multiple seed"
 ).split()
 
 
@@ -112,15 +130,19 @@ FIXED = (
 
 
 def learning_rate_at(step: int, config: TrainConfig) -> float:
-    """The learning rate of update `step`, counted from 0: linear warm-up, then a cosine to min_lr.
+    """AdamW's learning rate in update `step`, counted from 0: a linear rise, then a cosine to
+    min_lr, or a plateau and a line to it.
 
     Warm-up takes at most a tenth of the run; the last update has min_lr."""
     warmup = min(config.warmup_iters, config.max_iters // 10)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, config.max_iters - 1 - warmup)  # 0 to 1
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.min_lr + cosine * (config.learning_rate - config.min_lr)
+    progress = min(1.0, (step - warmup) / max(1, config.max_iters - 1 - warmup))  # 0 to 1
+    if config.schedule == "linear":
+        left = min(1.0, (1 - progress) / (1 - config.hold))
+    else:
+        left = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + left * (config.learning_rate - config.min_lr)
 
 
 @functools.lru_cache(maxsize=2)
@@ -170,6 +192,20 @@ def check_ids(ids, vocab_size: int, where: str):
         )
 
 
+def ahead(load: Callable[[int, int], Any], first: int, config: TrainConfig) -> Iterator[Any]:
+    """load(step, micro_step) for every micro-batch from step `first` on, each made in another
+    thread while the one before is in use."""
+    places = itertools.product(
+        range(first, config.max_iters), range(config.gradient_accumulation_steps)
+    )
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(load, *next(places))
+        for place in places:
+            ready, following = following, thread.submit(load, *place)
+            yield ready.result()
+        yield following.result()
+
+
 def check_finite(loss: float, step: int, config: TrainConfig):
     """Raises UserError for a loss that is not a number or infinite."""
     if not math.isfinite(loss):
@@ -199,7 +235,7 @@ def evaluate(
     model.eval()
     batches = (torch.from_numpy(a).view(-1, T).split(config.batch_size) for a in (idx, targets))
     for x, y in zip(*batches, strict=True):
-        _, loss = model(x.to(device), y.to(device))
+        loss = model(x.to(device), y.to(device), need_logits=not config.recompute)[1]
         total += loss.double().cpu() * (y >= 0).sum()  # the loss is a mean over the targets given
     model.train(was_training)
     nats = total.item() / n
@@ -223,16 +259,70 @@ def sample_lines(model: GPT, encoding, config: TrainConfig, step: int) -> list[s
     return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]
 
 
-def configure_optimizer(model: GPT, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW that decays matrices (embeddings too) and leaves biases and LayerNorms alone."""
-    parameters = list(model.parameters())
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon with equal matrices orthogonalised in one batch, in a dtype of choice.
+
+    One by one and in bfloat16, as PyTorch has it, costs a small model half as much time again, and
+    a CPU that cannot multiply bfloat16 ten times that.
+    """
+
+    def __init__(self, params, dtype: torch.dtype, **options):
+        super().__init__(params, **options)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for shape in sorted({p.shape for p in group["params"]}):
+                matrices = [p for p in group["params"] if p.shape == shape]
+                updates = []
+                for p in matrices:
+                    mean = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 1 - momentum)
+                    updates.append(p.grad.lerp(mean, momentum))  # Nesterov's look ahead
+                updates = orthogonalise(torch.stack(updates).to(self.dtype), group)
+                scale = math.sqrt(max(1, shape[0] / shape[1]))  # taller ones write more
+                for p, update in zip(matrices, updates, strict=True):
+                    p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+
+
+def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
+    """U V^T of each x = U S V^T, (n, rows, columns), about: singular values end up near 1.
+
+    Newton-Schulz's iteration with the quintic polynomial of Jordan et al. 2024."""
+    a, b, c = options["ns_coefficients"]
+    tall = x.size(1) > x.size(2)
+    x = x.mT if tall else x  # the smaller product of the two
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=options["eps"])  # singular values <= 1
+    for _ in range(options["ns_steps"]):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW, which decays matrices and leaves biases and LayerNorms alone; with "muon" another one,
+    which takes the matrices inside the blocks from it."""
+    hidden = {id(p) for p in model.h.parameters() if p.dim() == 2 and config.optimizer == "muon"}
+    parameters = [p for p in model.parameters() if id(p) not in hidden]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
     fused = parameters[0].device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+    if not hidden:
+        return [adamw]
+    matrices = [p for p in model.parameters() if id(p) in hidden]
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    options = {
+        "lr": config.muon_lr,
+        "momentum": config.muon_momentum,
+        "weight_decay": config.weight_decay,
+    }
+    return [adamw, Muon(matrices, dtype, **options)]
 
 
 def pick_dtype(device: str, config: TrainConfig, model_config: GPTConfig) -> str:
@@ -318,7 +408,7 @@ def load_training_state(out_dir: Path) -> tuple[Path, dict]:
     file = checkpoints[-1] / "training_state.pt"
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-        if not {"step", "config", "optimizer", "scaler"} <= set(state):
+        if not {"step", "config", "optimizers", "scaler"} <= set(state):
             raise ValueError("not a training state")
         return checkpoints[-1], state
     except DAMAGED as error:
@@ -366,6 +456,8 @@ def main():
         device = pick_device(config.device)
     except ValueError as error:
         raise UserError(f"--device: {error}") from None
+    # Large blocks of memory in huge pages: a step spends less time in page faults. For Linux.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it; nothing on a CPU
 
@@ -406,7 +498,9 @@ def main():
             model = GPT.from_pretrained(config.init_from, dropout=config.dropout)
         else:
             sizes = {f.name: getattr(config, f.name, 0) for f in dataclasses.fields(GPTConfig)}
-            model = GPT(GPTConfig(**sizes | {"vocab_size": encoding.n_vocab}))
+            multiple = config.vocab_multiple
+            vocab_size = math.ceil(encoding.n_vocab / multiple) * multiple
+            model = GPT(GPTConfig(**sizes | {"vocab_size": vocab_size}))
     except (FileNotFoundError, ValueError) as error:
         raise UserError(str(error)) from None
     source = checkpoint if state else config.init_from
@@ -433,16 +527,20 @@ def main():
     autocast = nullcontext()
     if config.dtype != "float32":
         autocast = torch.autocast(device, dtype=getattr(torch, config.dtype))
+    if config.recompute:
+        for block in model.h:
+            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
     if config.compile == "auto":
         config.compile = str(device == "cuda")
     compiled = torch.compile(model) if config.compile == "True" else model
 
     # ------------------------------------------------------------------------ optimizer
-    optimizer = configure_optimizer(model, config)
+    optimizers = configure_optimizers(model, config)
     scaler = torch.amp.GradScaler(device, enabled=config.dtype == "float16")
     first_step, best = 0, math.inf
     if state:
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, its in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(its)
         if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
             scaler.load_state_dict(state["scaler"])
         first_step = state["step"]
@@ -453,8 +551,14 @@ def main():
             )
 
     # ------------------------------------------------------------------------ output folder
-    x, y = get_batch(train, config, first_step)  # bad data shows before anything is written
-    check_ids(torch.stack([x, y]), vocab_size, str(data))
+    def load_batch(step, micro_step):
+        x, y = get_batch(train, config, step, micro_step)
+        check_ids(torch.stack([x, y]), vocab_size, str(data))
+        if device == "cuda":
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    load_batch(first_step, 0)  # bad data shows before anything is written
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for path in list_checkpoints(out_dir) if config.overwrite else []:
@@ -494,25 +598,30 @@ def main():
     bar = tqdm(total=config.max_iters, initial=first_step, unit="step", disable=hide, leave=False)
     train_losses, logged_at, logged_step = [], time.perf_counter(), first_step
     started = time.perf_counter()
+    batches = ahead(load_batch, first_step, config)
     for step in range(first_step, config.max_iters):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, config)
+        lr = learning_rate_at(step, config)
+        for group in optimizers[0].param_groups:
+            group["lr"] = lr
+        for group in optimizers[1].param_groups if optimizers[1:] else []:
+            group["lr"] = lr * config.muon_lr / config.learning_rate
         step_loss = torch.zeros((), device=device)
         for micro_step in range(config.gradient_accumulation_steps):
-            x, y = get_batch(train, config, step, micro_step)
-            check_ids(torch.stack([x, y]), vocab_size, str(data))
+            x, y = next(batches)
             torch.manual_seed(hash((config.seed, step, micro_step)))  # dropout, of this step alone
             with autocast:
-                _, loss = compiled(x.to(device), y.to(device))
+                loss = compiled(x, y, need_logits=not config.recompute)[1]
             # Micro-batches have equally many targets: the mean of their means is the batch's mean.
             loss = loss / config.gradient_accumulation_steps
             step_loss += loss.detach()
             scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
         scaler.update()
-        optimizer.zero_grad()
         train_losses.append(step_loss)
         done = step + 1
         last = done == config.max_iters or bool(stopped)
@@ -522,7 +631,6 @@ def main():
             check_finite(loss, done, config)
             seconds = (time.perf_counter() - logged_at) / (done - logged_step)
             speed, left = tokens_per_step / seconds, seconds * (config.max_iters - done)
-            lr = optimizer.param_groups[0]["lr"]
             log(
                 step=done, loss=loss, lr=lr, norm=norm.item(), ms=1000 * seconds, tokens_per_s=speed
             )
@@ -556,7 +664,8 @@ def main():
             )
             sys.stdout.flush()
             state = {"step": done, "config": dataclasses.asdict(config)}
-            state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+            state |= {"optimizers": [its.state_dict() for its in optimizers]}
+            state |= {"scaler": scaler.state_dict()}
             save_checkpoint(out_dir, model, tokenizer_json, state, metrics, config.keep_last)
             logged_at += time.perf_counter() - paused  # evaluation is not the training's time
 

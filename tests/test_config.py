@@ -96,7 +96,13 @@ def test_every_preset_is_valid(preset):
 
 
 @pytest.mark.parametrize(
-    "preset, parameters", [("shakespeare_char", 10.7), ("shakespeare_char_cpu", 0.8), ("gpt2", 124)]
+    "preset, parameters",
+    [
+        ("shakespeare_char", 10.7),
+        ("shakespeare_char_cpu", 0.8),
+        ("shakespeare_char_cpu_adamw", 0.8),
+        ("gpt2", 124),
+    ],
 )
 def test_presets_have_the_sizes_they_name(preset, parameters):
     c = TrainConfig(**read_preset(TrainConfig, ROOT / "config" / f"{preset}.toml"))

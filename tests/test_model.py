@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import model as model_module
 from model import GPT, GPTConfig, KVCache, next_token_probs
 from tests.conftest import ROOT
 
@@ -65,6 +66,33 @@ def test_loss_is_the_mean_cross_entropy_of_all_logits():
         log_probs[b, t, targets[b, t]] for b in range(4) for t in range(16) if targets[b, t] >= 0
     ]
     assert loss.item() == pytest.approx(-torch.stack(chosen).mean().item(), abs=1e-6)
+
+
+def test_a_loss_without_logits_is_the_same_with_the_same_gradients(monkeypatch):
+    monkeypatch.setattr(model_module, "LOSS_ROWS", 5)
+    model = make_model().train()
+    idx, targets = torch.randint(97, (2, 4, 16))
+    targets[0, :7] = -100
+    results = []
+    for need_logits in (True, False):
+        logits, loss = model(idx, targets, need_logits=need_logits)
+        assert (logits is not None) == need_logits
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("T", [16, 64, 256])
+def test_bfloat16_gradients_are_those_of_float32_but_for_rounding(T):
+    model = make_model(block_size=T).train()
+    idx, targets = torch.randint(97, (2, 2, T))
+    gradients = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            _, loss = model(idx, targets)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    for exact, rounded in zip(*gradients, strict=True):
+        assert rounded.dtype == torch.float32
+        assert (exact - rounded).norm() < 0.03 * exact.norm() + 1e-6
 
 
 def test_future_tokens_do_not_change_past_logits():

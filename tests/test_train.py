@@ -22,8 +22,10 @@ from config import UserError
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, output_of, run_script
 from train import (
+    Muon,
     TrainConfig,
-    configure_optimizer,
+    ahead,
+    configure_optimizers,
     evaluate,
     get_batch,
     learning_rate_at,
@@ -92,6 +94,24 @@ def test_processes_and_accumulation_share_the_same_windows():
         assert torch.equal(torch.cat(two), expected)
 
 
+def test_batches_made_ahead_are_those_asked_for_in_order():
+    config = TrainConfig(max_iters=7, gradient_accumulation_steps=3)
+    asked = list(ahead(lambda step, micro_step: (step, micro_step), 5, config))
+    assert asked == [(5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (6, 2)]
+
+
+def test_an_error_in_a_batch_made_ahead_reaches_the_loop():
+    def load(step, _):
+        if step == 2:
+            raise UserError("bad data")
+        return step
+
+    batches = ahead(load, 0, TrainConfig(max_iters=4))
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(UserError, match="bad data"):
+        next(batches)
+
+
 # ---------------------------------------------------------------- schedule, optimizer, evaluation
 
 
@@ -109,11 +129,74 @@ def test_schedule_rises_then_falls_to_min_lr(max_iters):
 
 def test_only_matrices_decay():
     model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    decay, rest = configure_optimizer(model, TrainConfig(weight_decay=0.3)).param_groups
+    [adamw] = configure_optimizers(model, TrainConfig(weight_decay=0.3))
+    decay, rest = adamw.param_groups
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
     assert all("ln_" not in names[id(p)] and "bias" not in names[id(p)] for p in decay["params"])
     assert len(decay["params"]) + len(rest["params"]) == len(names)
+
+
+@pytest.mark.parametrize("hold", [0.0, 0.5, 0.9])
+def test_linear_schedule_rises_holds_then_falls_in_a_line(hold):
+    config = TrainConfig(
+        schedule="linear",
+        hold=hold,
+        max_iters=1001,
+        learning_rate=1e-2,
+        min_lr=1e-3,
+        warmup_iters=1,
+    )
+    rates = np.array([learning_rate_at(step, config) for step in range(1001)])
+    start = round(1 + 999 * hold)
+    assert rates[: start + 1] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-3)
+    falls = np.diff(rates[start + 1 :])
+    assert falls == pytest.approx(-9e-3 / (999 * (1 - hold)))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_muon_is_that_of_pytorch(weight_decay):
+    torch.manual_seed(0)
+    shapes = [(24, 8), (8, 8), (32, 8), (8, 32), (24, 8), (8, 8)]
+    start = [torch.randn(shape) for shape in shapes]
+    ours, theirs = ([torch.nn.Parameter(m.clone()) for m in start] for _ in range(2))
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": weight_decay}
+    batched = Muon(ours, torch.bfloat16, **options)
+    oracle = torch.optim.Muon(theirs, **options)
+    for _ in range(5):
+        for a, b, shape in zip(ours, theirs, shapes, strict=True):
+            a.grad = torch.randn(shape)
+            b.grad = a.grad.clone()
+        batched.step()
+        oracle.step()
+    for a, b, before in zip(ours, theirs, start, strict=True):
+        torch.testing.assert_close(a - before, b - before, rtol=0.02, atol=0.01)
+    a, b = (optimizer.state_dict()["state"] for optimizer in (batched, oracle))
+    assert all(torch.equal(a[i]["momentum_buffer"], b[i]["momentum_buffer"]) for i in range(6))
+
+
+def test_muon_in_float32_makes_singular_values_equal_within_its_bounds():
+    """The iteration ends with singular values from 0.68 to 1.13 (Jordan et al. 2024)."""
+    torch.manual_seed(0)
+    matrix = torch.nn.Parameter(torch.zeros(48, 16))
+    matrix.grad = torch.randn(48, 16)
+    Muon([matrix], torch.float32, lr=1.0, weight_decay=0.0).step()
+    values = torch.linalg.svdvals(matrix.detach()) / math.sqrt(48 / 16)
+    assert 0.65 < values.min() and values.max() < 1.2
+
+
+def test_muon_takes_the_matrices_inside_the_blocks():
+    model = GPT(GPTConfig(8, 11, 2, 2, 4))
+    adamw, muon = configure_optimizers(model, TrainConfig(optimizer="muon"))
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert taken == {
+        name
+        for name in names.values()
+        if name.startswith("h.") and "ln_" not in name and name.endswith("weight")
+    }
+    rest = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert taken.isdisjoint(rest) and taken | rest == set(names.values())
 
 
 @pytest.mark.parametrize("n_tokens", [17, 18, 100, 161])
@@ -184,7 +267,7 @@ def test_a_run_makes_exactly_max_iters_updates_and_checkpoints(trained):
     }  # fmt: skip
     state = torch.load(run / "checkpoint-20" / "training_state.pt", weights_only=True)
     assert state["step"] == 20
-    assert all(entry["step"] == 20 for entry in state["optimizer"]["state"].values())
+    assert all(entry["step"] == 20 for entry in state["optimizers"][0]["state"].values())
     log = read_log(run)
     assert [entry["step"] for entry in log if "val_loss" in entry] == [10, 20]
     assert log[-1]["val_loss"] < math.log(30)
@@ -220,7 +303,7 @@ def weights(run, step):
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(trained, tmp_path):
     copy_data(trained, tmp_path)
     common = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
-    common += ["--max_iters=400", "--eval_interval=400"]
+    common += ["--max_iters=400", "--eval_interval=400", "--optimizer=muon"]
     output_of("train.py", *common, "--out_dir=out/whole", cwd=tmp_path)
     run = tmp_path / "out" / "parts"
     process = subprocess.Popen(
@@ -318,10 +401,29 @@ def test_mixed_precision_trains_to_about_the_same_loss(trained, tmp_path, dtype)
     assert all(tensor.dtype == torch.float32 for tensor in stored.values())
 
 
+def test_recomputing_activations_changes_no_result(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    output_of("train.py", "--dataset=mine", *TINY, "--recompute", cwd=tmp_path)
+    a, b = (weights(directory / "out" / "mine", 20) for directory in (trained, tmp_path))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_padded_vocabulary_draws_real_tokens_only(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    output_of("train.py", "--dataset=mine", *TINY, "--vocab_multiple=128", cwd=tmp_path)
+    checkpoint = tmp_path / "out" / "mine" / "checkpoint-20"
+    assert GPT.from_pretrained(checkpoint).config.vocab_size == 128
+    text = output_of("sample.py", checkpoint, "--temperature=5", "--top_k=0", cwd=tmp_path)
+    assert len(text) > 400
+    output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=22", cwd=tmp_path)
+
+
 def test_training_starts_from_a_checkpoint(trained, tmp_path):
     copy_data(trained, tmp_path)
     start = trained / "out" / "mine" / "checkpoint-20"
     arguments = [f"--init_from={start}", "--learning_rate=0", "--min_lr=0", "--max_iters=1"]
+    arguments += ["--optimizer=adamw"]
     output_of("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
     before = read_log(trained / "out" / "mine")[-1]["val_loss"]
     assert read_log(tmp_path / "out" / "mine")[-1]["val_loss"] == pytest.approx(before, abs=1e-5)
