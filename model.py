@@ -21,6 +21,7 @@ References:
 import json
 import math
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,17 +110,6 @@ class KVCache:
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
 
-def fused_attention(q, k, v, **options):
-    """scaled_dot_product_attention, in float32 where its bfloat16 is slow: on a CPU the gradient
-    of a short sequence takes three times as long (at T = 64; at 256 it is about even)."""
-    short = q.device.type == "cpu" and q.requires_grad and q.size(2) < 256
-    if not (short and q.dtype == torch.bfloat16):
-        return F.scaled_dot_product_attention(q, k, v, **options)
-    with torch.autocast("cpu", enabled=False):
-        q, k, v = q.float(), k.float(), v.float()
-        return F.scaled_dot_product_attention(q, k, v, **options).bfloat16()
-
-
 class MultiHeadAttention(nn.Module):
     """softmax(Q K^T / sqrt(hs)) V for n_head heads (Vaswani et al. 2017, section 3.2).
 
@@ -166,6 +156,10 @@ class MultiHeadAttention(nn.Module):
         Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool.
         """
         q, k, v = self._project(x, context)
+        dtype, long = q.dtype, q.requires_grad and q.size(2) >= 256
+        if dtype == torch.bfloat16 and q.device.type == "cpu" and not long:
+            # The CPU's kernel is slow in it: 8 times for one query, 3 for the gradient of 64.
+            q, k, v = q.float(), k.float(), v.float()
         past = 0
         if cache is not None:
             if context is not None:
@@ -173,17 +167,21 @@ class MultiHeadAttention(nn.Module):
             past = cache.length
             check_length(past + q.size(2), self.block_size)
             k, v = cache.append(k, v, self.block_size)
-        dropout_p = self.dropout if self.training else 0.0
-        if padding_mask is None and (past == 0 or q.size(2) == 1):
-            # is_causal aligns query 0 with key 0, right only without a past: the flash kernel.
-            # A single query after a past is the newest position and may attend to every key.
-            causal = self.causal and past == 0
-            y = fused_attention(q, k, v, dropout_p=dropout_p, is_causal=causal)
+        options = {"dropout_p": self.dropout if self.training else 0.0}
+        has_key = None
+        if padding_mask is not None or (past > 0 and q.size(2) > 1):
+            options["attn_mask"], has_key = self._mask(q, k, past, padding_mask)
+        elif past == 0:  # is_causal aligns query 0 with key 0, right only without a past
+            options["is_causal"] = self.causal  # the flash kernel
+        # A single query after a past is the newest position and may attend to every key.
+        if q.dtype != dtype:
+            with torch.autocast("cpu", enabled=False):  # which would cast them back
+                y = F.scaled_dot_product_attention(q, k, v, **options).to(dtype)
         else:
-            mask, has_key = self._mask(q, k, past, padding_mask)
-            y = fused_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
-            y = y * has_key  # (B, nh, T, hs)
-        y = y.transpose(1, 2).flatten(2)  # (B, T, nh, hs) -> (B, T, d_out): heads side by side
+            y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
+        if has_key is not None:
+            y = y * has_key
+        y = y.transpose(1, 2).flatten(2)  # (B, T, d_out): heads side by side
         return self.resid_dropout(self.c_proj(y))
 
     def attention_weights(
@@ -304,6 +302,19 @@ def next_token_probs(
     return logits.softmax(dim=-1)
 
 
+def draw(probs: torch.Tensor, generator=None) -> torch.Tensor:
+    """One token id a row, (B,) int64, of probabilities (B, V), by inverting their sums.
+
+    generator: one for all rows, or a list with one a row. torch.multinomial would draw a random
+    number for every token of the vocabulary."""
+    sums = probs.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
+    generators = generator if isinstance(generator, Sequence) else [generator]
+    n = probs.size(0) // len(generators)
+    u = [torch.rand(n, 1, generator=g, device=probs.device) for g in generators]  # below 1
+    # The first sum above u times the last: never that of a token with probability 0.
+    return torch.searchsorted(sums, torch.cat(u) * sums[:, -1:], right=True)[:, 0]
+
+
 def newest_half(idx, mask, block_size):
     """Cut the rows that have outgrown the window, idx and mask (B, block_size + 1), to their newest
     half, and drop the columns that are padding in every row."""
@@ -349,6 +360,27 @@ def pick_device(device: str) -> str:
     if not there.get(device, True):
         raise ValueError(f"PyTorch finds no {device} here; leave it at auto")
     return device
+
+
+def pick_dtype(dtype: str, device: str, wide: bool) -> str:
+    """`auto` to the fastest dtype for matrix products, "float32", "bfloat16" or "float16".
+
+    bfloat16 has float32's range; float16 has not, and trains with a GradScaler. On a CPU bfloat16
+    pays where the processor multiplies it, and the model is `wide`: both are timed once.
+    """
+    if dtype != "auto" or device == "mps":
+        return "float32" if dtype == "auto" else dtype
+    if device == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if native else "float16"
+    seconds = {torch.float32: math.inf, torch.bfloat16: math.inf}
+    for kind in list(seconds) * 3 if wide else []:
+        a, b = torch.ones(256, 1024, dtype=kind), torch.ones(1024, 1024, dtype=kind)
+        start = time.perf_counter()
+        a @ b
+        seconds[kind] = min(seconds[kind], time.perf_counter() - start)
+    # With the instructions for it the ratio is 3 or 4, without them below 1.
+    return "bfloat16" if 2 * seconds[torch.bfloat16] < seconds[torch.float32] else "float32"
 
 
 class GPT(nn.Module):
@@ -446,6 +478,10 @@ class GPT(nn.Module):
         total = sum(checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks)
         return total / (targets != -100).sum()
 
+    def next_logits(self, idx, padding_mask=None, cache=None):
+        """Logits (B, V) in float32 for the token after each row; arguments as for forward."""
+        return self.lm_head(self.hidden(idx, padding_mask, cache)[:, -1]).float()
+
     @torch.no_grad()
     def generate(
         self,
@@ -475,16 +511,11 @@ class GPT(nn.Module):
         block_size = self.config.block_size
         idx = idx[:, -block_size:]
         mask = None if padding_mask is None else padding_mask[:, -block_size:]
+        padding = ~self.drawable  # ids without a token
         new, cache = idx, [KVCache() for _ in self.h]
         for _ in range(max_new_tokens):
-            logits = self.lm_head(self.hidden(new, mask, cache)[:, -1])  # (B, V), the last position
-            logits = logits.float().masked_fill(~self.drawable, float("-inf"))
-            probs = next_token_probs(logits, temperature, top_k, top_p, min_p)
-            if isinstance(generator, Sequence):
-                rows = zip(probs, generator, strict=True)
-                token = torch.cat([torch.multinomial(p, 1, generator=g) for p, g in rows])
-            else:
-                token = torch.multinomial(probs, 1, generator=generator)[:, 0]
+            logits = self.next_logits(new, mask, cache).masked_fill(padding, float("-inf"))
+            token = draw(next_token_probs(logits, temperature, top_k, top_p, min_p), generator)
             yield token
             new = token[:, None]
             idx = torch.cat([idx, new], dim=1)

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
 from config import UserError, check, load, read_loss, run
-from model import GPT, Block, GPTConfig, checkpoint_directory, pick_device
+from model import GPT, GPTConfig, checkpoint_directory, pick_device, pick_dtype
 from prepare import PrepareConfig, bytes_per_token, load_tokenizer, prepare, start_token
 
 
@@ -325,30 +325,6 @@ def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Op
     return [adamw, Muon(matrices, dtype, **options)]
 
 
-def pick_dtype(device: str, config: TrainConfig, model_config: GPTConfig) -> str:
-    """`auto` to the fastest type for matrix products that trains well.
-
-    bfloat16 has float32's range; float16 has not, and needs a GradScaler. On a CPU one block is
-    timed forward and backward: whether bfloat16 pays depends on the processor and on the width.
-    """
-    if config.dtype != "auto" or device == "mps":
-        return "float32" if config.dtype == "auto" else config.dtype
-    if device == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bfloat16" if native else "float16"
-    block = Block(model_config)
-    x = torch.randn(config.batch_size, config.block_size, model_config.n_embd)
-    seconds = {torch.float32: math.inf, torch.bfloat16: math.inf}
-    for _ in range(4):
-        for dtype in seconds:
-            start = time.perf_counter()
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-                block(x).sum().backward()
-            seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
-    pays = seconds[torch.bfloat16] < 0.55 * seconds[torch.float32]  # else not worth its rounding
-    return "bfloat16" if pays else "float32"
-
-
 # ---------------------------------------------------------------------------- checkpoints
 
 
@@ -523,7 +499,7 @@ def main():
         raise UserError(f"{config.init_from}: {vocab_size} tokens, {data} has {encoding.n_vocab}")
     check_ids(val, vocab_size, str(data / "val.npy"))
     model.to(device).train()
-    config.dtype = pick_dtype(device, config, model.config)
+    config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = nullcontext()
     if config.dtype != "float32":
         autocast = torch.autocast(device, dtype=getattr(torch, config.dtype))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import model as model_module
-from model import GPT, GPTConfig, KVCache, next_token_probs
+from model import GPT, GPTConfig, KVCache, draw, next_token_probs, pick_dtype
 from tests.conftest import ROOT
 
 
@@ -103,15 +103,39 @@ def test_future_tokens_do_not_change_past_logits():
     torch.testing.assert_close(model(idx)[0][:, :9], model(changed)[0][:, :9])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunks", [[1] * 16, [5, 11], [16]])
-def test_cached_logits_equal_those_of_the_whole_sequence(chunks):
-    model = make_model()
+def test_cached_logits_equal_those_of_the_whole_sequence(chunks, dtype):
+    model = make_model().to(dtype)
     idx = torch.randint(97, (2, 16))
     cache, parts = [KVCache() for _ in model.h], []
     with torch.no_grad():
         for part in idx.split(chunks, dim=1):
             parts.append(model(part, cache=cache)[0])
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], rtol=1e-4, atol=1e-5)
+    tolerance = (
+        {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0, "atol": 0.02}
+    )
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_model_has_the_same_loss_and_gradients(dtype):
+    model = make_model(n_layer=1).train()
+    idx, targets = torch.randint(97, (2, 4, 16))
+    results = []
+    for forward in (model, torch.compile(model, backend="aot_eager")):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = forward(idx, targets)[1]
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_dtype_is_as_asked_and_auto_is_float32_for_a_narrow_model(device):
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert pick_dtype(dtype, device, wide=True) == dtype
+    assert pick_dtype("auto", device, wide=False) == "float32"
+    assert len({pick_dtype("auto", device, wide=True) for _ in range(5)}) == 1
 
 
 def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():
@@ -186,11 +210,14 @@ def test_each_row_of_a_batch_gives_what_it_gives_alone(n, options):
         assert torch.equal(together[seed], alone[0]), seed
 
 
-def test_left_padding_does_not_change_logits():
-    model = make_model()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_left_padding_does_not_change_logits(dtype):
+    model = make_model().to(dtype)
     idx, mask = padded([[1, 2, 3], [4, 5, 6, 7, 8]])
     logits, _ = model(idx, padding_mask=mask)
-    torch.testing.assert_close(logits[0, 2:], model(torch.tensor([[1, 2, 3]]))[0][0])
+    alone = model(torch.tensor([[1, 2, 3]]))[0][0]
+    tolerance = {} if dtype == torch.float32 else {"rtol": 0, "atol": 0.02}
+    torch.testing.assert_close(logits[0, 2:], alone, **tolerance)
 
 
 def test_generate_is_lazy_and_seeded():
@@ -284,6 +311,13 @@ def test_greedy_is_the_likeliest_token_and_tiny_temperatures_approach_it():
     assert torch.equal(greedy.argmax(dim=-1), logits.argmax(dim=-1))
     for temperature in (1e-30, 1e-300):
         torch.testing.assert_close(next_token_probs(logits, temperature), greedy)
+
+
+def test_a_token_of_probability_0_is_never_drawn():
+    probs = torch.zeros(100_000, 5)
+    probs[:, 1] = 1e-6
+    probs[:, 3] = 1 - 1e-6
+    assert set(draw(probs, torch.Generator().manual_seed(0)).tolist()) <= {1, 3}
 
 
 def test_draws_follow_the_probabilities():

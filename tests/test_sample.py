@@ -7,7 +7,7 @@ import torch
 
 from model import GPT, GPTConfig
 from prepare import build_tokenizer, tokenizer_to_json
-from sample import TextStream, find_checkpoint
+from sample import TextStream, find_checkpoint, use_onednn
 from tests.conftest import output_of, run_script
 
 
@@ -57,6 +57,46 @@ def test_seeds_reproduce_and_samples_differ(trained):
     assert first[0] != first[1]
     assert sample("--seed=5") == first[0] + "\n"
     assert sample("--seed=6") == first[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_onednn_changes_no_logits_but_for_rounding(dtype, bias):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(32, 97, 2, 2, 64, bias=bias)).eval().to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    idx = torch.randint(97, (3, 20))
+    with torch.no_grad():
+        expected = model.next_logits(idx)
+        use_onednn(model)
+        logits = model.next_logits(idx)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * expected.abs().max())
+
+
+def test_compiling_changes_no_text_and_says_what_it_took(trained, tmp_path):
+    """Past block_size too, where the cache is built anew."""
+    arguments = ["out/mine", "--dtype=float32", "--max_new_tokens=40"]
+    text = output_of("sample.py", *arguments, cwd=trained)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    process = run_script("sample.py", *arguments, "--compile", cwd=trained, **cache)
+    assert process.returncode == 0 and process.stdout.decode() == text
+    assert b"compiled in" in process.stderr
+
+
+def test_compiling_without_a_compiler_is_one_line(trained, tmp_path):
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "/nonexistent"}
+    process = run_script("sample.py", "out/mine", "--compile", cwd=trained, **caches)
+    *_, error = process.stderr.decode().splitlines()
+    assert process.returncode == 1 and "--compile" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_text_is_drawn_in_every_dtype(trained, dtype):
+    arguments = ["--max_new_tokens=30", f"--dtype={dtype}"]
+    process = run_script("sample.py", "out/mine", *arguments, cwd=trained)
+    assert len(process.stdout) == 31 and dtype in process.stderr.decode()
 
 
 def test_prompts_of_a_file_give_what_each_gives_alone(trained, tmp_path):
