@@ -1,0 +1,87 @@
+"""How fast text becomes token ids, and in how much memory.
+
+    python tests/benchmarks/prepare.py              # 200 MB of text
+    python tests/benchmarks/prepare.py 1000         # 1 GB
+
+The text is Python's language reference, repeated. gpt2 needs tiktoken's vocabulary.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from report import ROOT, in_turns, machine, peak_megabytes, spread, table
+
+
+def worker(case: dict):
+    """prepare.py as a user runs it, or one thread of tiktoken on a list of pieces in memory."""
+    from prepare import build_tokenizer, embedded_corpus
+
+    text = Path(case["file"])
+    megabytes = text.stat().st_size / 1e6
+    if case["who"] == "tiktoken":
+        corpus = "\n".join(embedded_corpus().values())
+        encoding = build_tokenizer(case["tokenizer"], set(corpus), end_of_text=False)
+        pieces = [corpus] * int(megabytes * 1e6 / len(corpus) / 4)  # a quarter of it is enough
+        megabytes = sum(map(len, pieces)) / 1e6
+        start = time.perf_counter()
+        for piece in pieces:
+            encoding.encode_to_numpy(piece, disallowed_special=())
+        seconds, peak = time.perf_counter() - start, peak_megabytes()
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            command = [
+                sys.executable,
+                ROOT / "prepare.py",
+                text,
+                f"--tokenizer={case['tokenizer']}",
+            ]
+            start = time.perf_counter()
+            subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
+            seconds = time.perf_counter() - start
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit / 1e6
+    print(json.dumps({"rate": megabytes / seconds, "seconds": seconds, "mb": peak}))
+
+
+def main(megabytes: int, repetitions: int):
+    from prepare import embedded_corpus
+
+    corpus = "\n".join(embedded_corpus().values()) + "\n"
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "text.txt"
+        with file.open("w", encoding="utf-8") as f:
+            for _ in range(megabytes * 1_000_000 // len(corpus.encode())):
+                f.write(corpus)
+        cases = {}
+        for tokenizer in ("char", "byte", "gpt2"):
+            common = dict(file=str(file), tokenizer=tokenizer)
+            cases[f"tiktoken, one thread, {tokenizer}"] = common | dict(who="tiktoken")
+            cases[f"prepare.py, {tokenizer}"] = common | dict(who="gptling")
+        results = in_turns(__file__, cases, repetitions)
+    rows = []
+    for name, found in results.items():
+        who, tokenizer = name.rsplit(", ", 1)
+        share = ""
+        if who == "prepare.py":
+            one = results[f"tiktoken, one thread, {tokenizer}"]
+            cores = os.cpu_count()
+            pairs = zip(found, one, strict=True)
+            share = spread([a["rate"] / b["rate"] / cores for a, b in pairs], 2)
+        rates, peaks = spread([a["rate"] for a in found], 1), spread([a["mb"] for a in found])
+        rows.append([name, rates, share, spread([a["seconds"] for a in found], 1), peaks])
+    header = ["", "MB/s", "share of one thread, per core", "s", "peak MB"]
+    table(f"{megabytes} MB of text; {repetitions} repetitions (median, low, high)", header, rows)
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        worker(json.loads(sys.argv[-1]))
+        sys.exit()
+    print(machine())
+    main(int(sys.argv[1]) if sys.argv[1:] else 200, 3)

@@ -1,0 +1,66 @@
+"""What the benchmarks share: measurements in processes of their own, in turns, and their table."""
+
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))  # the scripts are not installed
+
+
+def machine() -> str:
+    """The processor, its cores, and the versions that a figure belongs to."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
+    if torch.cuda.is_available():
+        name += f", {torch.cuda.get_device_name()}"
+    versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}"
+    return f"{os.cpu_count()} cores of {name}, {platform.system()}, {versions}"
+
+
+def in_turns(script: str, cases: dict[str, dict], repetitions: int) -> dict[str, list[dict]]:
+    """Run `script --worker CASE` for every case, in turns; what each printed as JSON, by name.
+
+    A case that cannot run here (a peer that is not installed) is left out and said so."""
+    results = {name: [] for name in cases}
+    for turn in range(repetitions):
+        for name, case in cases.items():
+            command = [sys.executable, script, "--worker", json.dumps(case)]
+            process = subprocess.run(command, capture_output=True, text=True)
+            if process.returncode == 0:
+                results[name].append(json.loads(process.stdout.splitlines()[-1]))
+            elif turn == 0:
+                reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
+                print(f"left out: {name}: {reason}", file=sys.stderr)
+            print(f"turn {turn + 1}, {name}", file=sys.stderr)
+    return {name: found for name, found in results.items() if found}
+
+
+def peak_megabytes() -> float:
+    """The most memory that this process has held."""
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """The median, and the lowest and the highest."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def table(title: str, header: list[str], rows: list[list[str]]):
+    """Print a Markdown table."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(f"\n{title}\n")
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |")
+    sys.stdout.flush()

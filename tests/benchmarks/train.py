@@ -1,0 +1,194 @@
+"""How fast training is: time to a loss; tokens per second and memory.
+
+    python tests/benchmarks/train.py                # both, about 25 minutes on two cores
+    python tests/benchmarks/train.py loss           # the preset against the classic recipe
+    python tests/benchmarks/train.py speed
+
+`loss` needs data/shakespeare (python prepare.py shakespeare). The rows of transformers need
+pip install -e '.[bench]'.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from report import ROOT, in_turns, machine, peak_megabytes, spread, table
+
+TARGET = 1.89  # nats per character over the whole validation split; nanoGPT's README names 1.88
+SIZES = {  # GPTConfig's fields, and the windows of a step
+    "0.8 M": (dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False), 24),
+    "10.7 M": (dict(block_size=256, vocab_size=65, n_layer=6, n_head=6, n_embd=384, bias=False), 8),
+    "124 M": (dict(), 2),
+}
+
+
+def time_to_loss(repetitions: int):
+    """Whole runs of both recipes, a seed a turn; times are those of steps, without evaluations."""
+    runs = {
+        "classic: AdamW, float32": ["shakespeare_char_cpu_adamw", "--dtype=float32"],
+        "Muon, dtype=auto": ["shakespeare_char_cpu"],
+    }
+    results = {name: [] for name in runs}
+    with tempfile.TemporaryDirectory() as out:
+        for seed in range(1, repetitions + 1):
+            for name, (preset, *flags) in runs.items():
+                where = Path(out) / f"{preset}-{seed}"
+                command = [sys.executable, ROOT / "train.py", ROOT / "config" / f"{preset}.toml"]
+                command += [*flags, f"--seed={seed}", f"--out_dir={where}", "--log_interval=1"]
+                command += ["--eval_interval=100"] if "adamw" in preset else []
+                start = time.perf_counter()
+                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+                process = time.perf_counter() - start
+                seconds, reached, loss = 0.0, float("inf"), None
+                for line in (where / "log.jsonl").read_text().splitlines():
+                    entry = json.loads(line)
+                    seconds += entry.get("ms", 0) / 1000
+                    loss = entry.get("val_loss", loss)
+                    if "val_loss" in entry and entry["val_loss"] <= TARGET:
+                        reached = min(reached, seconds)
+                results[name].append((loss, seconds, reached, process))
+                print(f"seed {seed}, {name}: {loss:.4f}, {seconds:.1f} s", file=sys.stderr)
+    rows = []
+    for name, found in results.items():
+        losses, seconds, reached, process = map(list, zip(*found, strict=True))
+        deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
+        loss = f"{statistics.mean(losses):.4f} ± {deviation:.4f}"
+        rows.append([name, loss, spread(seconds, 1), spread(reached, 1), spread(process, 1)])
+    classic, ours = results.values()
+    for i, label in ((1, "whole run"), (2, f"to {TARGET}")):
+        ratios = [a[i] / b[i] for a, b in zip(classic, ours, strict=True)]
+        rows.append([f"ratio, {label}", "", spread(ratios, 1), "", ""])
+    header = ["0.8 M, tiny Shakespeare", "validation loss", "s of steps"]
+    table(
+        f"Time to loss, {repetitions} seeds (mean ± deviation; otherwise median, low, high)",
+        [*header, f"first evaluation at {TARGET} or less, s", "process, s"],
+        rows,
+    )
+
+
+def worker(case: dict):
+    """Some steps of one kind; prints the median milliseconds and the peak memory as JSON."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as train.py does
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from model import GPT, GPTConfig
+    from train import TrainConfig, configure_optimizers
+
+    fields, batch_size = SIZES[case["size"]]
+    config = GPTConfig(**fields)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if case["who"] == "transformers":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        its = GPT2Config(
+            vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd,
+            n_layer=config.n_layer, n_head=config.n_head, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        )  # fmt: skip
+        model = GPT2LMHeadModel(its).to(device).train()
+        optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
+    else:
+        model = GPT(config).to(device).train()
+        kind = TrainConfig(optimizer=case.get("optimizer", "adamw"), dtype=case["dtype"])
+        optimizers = configure_optimizers(model, kind)
+        if case.get("recompute"):
+            from functools import partial
+
+            for block in model.h:
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    n = sum(p.numel() for p in model.parameters())
+    compiled = torch.compile(model) if device == "cuda" else model
+
+    def step():
+        idx = torch.randint(config.vocab_size, (batch_size, config.block_size + 1), device=device)
+        with torch.autocast(device, torch.bfloat16, enabled=case["dtype"] == "bfloat16"):
+            if case["who"] == "transformers":
+                loss = compiled(input_ids=idx[:, :-1], labels=idx[:, :-1]).loss
+            else:
+                need_logits = not case.get("recompute", False)
+                loss = compiled(idx[:, :-1], idx[:, 1:], need_logits=need_logits)[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss.item()
+
+    step()
+    step()
+    times = []
+    while len(times) < 3 or (sum(times) < 10 and len(times) < 100):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    tokens = batch_size * config.block_size
+    peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else peak_megabytes()
+    flops = 6 * n * tokens / seconds
+    print(
+        json.dumps({"ms": 1000 * seconds, "tokens": tokens / seconds, "flops": flops, "mb": peak})
+    )
+
+
+def matmul_flops() -> dict[str, float]:
+    """The highest rate of matrix products of 2048 x 2048 that this machine shows, per dtype."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.randn(2048, 2048, device=device).to(dtype)
+        best = float("inf")
+        for _ in range(20):
+            start = time.perf_counter()
+            (a @ a)[0, 0].item()
+            best = min(best, time.perf_counter() - start)
+        rates[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / best
+    return rates
+
+
+def speed(repetitions: int):
+    peak = matmul_flops()
+    print("matmul peak: " + ", ".join(f"{k} {v / 1e9:,.0f} GFLOP/s" for k, v in peak.items()))
+    for size in SIZES:
+        cases = {
+            f"{who}, {dtype}": dict(who=who, size=size, dtype=dtype)
+            for dtype in ("float32", "bfloat16")
+            for who in ("gptling", "transformers")
+        }
+        cases["gptling, Muon, bfloat16"] = dict(
+            who="gptling", size=size, dtype="bfloat16", optimizer="muon"
+        )
+        if size == "124 M":
+            cases["gptling, bfloat16, --recompute"] = cases["gptling, bfloat16"] | {
+                "recompute": True
+            }
+        results = in_turns(__file__, cases, repetitions)
+        base = [found["ms"] for found in results["gptling, float32"]]
+        rows = []
+        for name, found in results.items():
+            ratio = [a / b["ms"] for a, b in zip(base, found, strict=True)]
+            flops = [b["flops"] / peak[cases[name]["dtype"]] * 100 for b in found]
+            rows.append([
+                name, spread([b["ms"] for b in found]), spread([b["tokens"] for b in found]),
+                spread(ratio, 2), spread(flops), spread([b["mb"] for b in found]),
+            ])  # fmt: skip
+        header = ["ms a step", "tokens/s", "against gptling, float32", "% of peak", "peak MB"]
+        fields, batch_size = SIZES[size]
+        T = fields.get("block_size", 1024)
+        title = f"{size} parameters, {batch_size} x {T} tokens a step; {repetitions} repetitions"
+        table(f"{title} (median, low, high)", ["", *header], rows)
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        worker(json.loads(sys.argv[-1]))
+        sys.exit()
+    print(machine())
+    for name in sys.argv[1:] or ["loss", "speed"]:
+        {"loss": time_to_loss, "speed": speed}[name](3)
