@@ -8,7 +8,6 @@ The text is Python's language reference, repeated. gpt2 needs tiktoken's vocabul
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -44,8 +43,7 @@ def worker(case: dict):
             start = time.perf_counter()
             subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - start
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit / 1e6
+        peak = peak_megabytes(children=True)
     print(json.dumps({"rate": megabytes / seconds, "seconds": seconds, "mb": peak}))
 
 

@@ -3,11 +3,15 @@
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not installed
@@ -45,10 +49,13 @@ def in_turns(script: str, cases: dict[str, dict], repetitions: int) -> dict[str,
     return {name: found for name, found in results.items() if found}
 
 
-def peak_megabytes() -> float:
-    """The most memory that this process has held."""
+def peak_megabytes(children: bool = False) -> float:
+    """The most memory that this process, or one it has waited for, has held; NaN on Windows."""
+    if resource is None:
+        return float("nan")
+    who = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
     unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+    return resource.getrusage(who).ru_maxrss * unit / 1e6
 
 
 def spread(values: list[float], digits: int = 0) -> str:
