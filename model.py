@@ -21,7 +21,6 @@ References:
 import json
 import math
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +90,8 @@ def check_mask(padding_mask: torch.Tensor, B: int, S: int):
 class KVCache:
     """The keys and values of one attention layer for the positions seen so far.
 
-    Memory for all `block_size` positions is taken once, so that a step copies its own keys only.
+    Memory for all `block_size` positions is taken once, so that a step copies its own keys only;
+    in float32 on a CPU, also for a model in bfloat16.
     A model of n_layer blocks takes a list of n_layer caches.
     """
 
@@ -156,7 +156,7 @@ class MultiHeadAttention(nn.Module):
         Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool.
         """
         q, k, v = self._project(x, context)
-        dtype, long = q.dtype, q.requires_grad and q.size(2) >= 256
+        dtype, long = q.dtype, cache is None and q.requires_grad and q.size(2) >= 256
         if dtype == torch.bfloat16 and q.device.type == "cpu" and not long:
             # The CPU's kernel is slow in it: 8 times for one query, 3 for the gradient of 64.
             q, k, v = q.float(), k.float(), v.float()
@@ -306,13 +306,20 @@ def draw(probs: torch.Tensor, generator=None) -> torch.Tensor:
     """One token id a row, (B,) int64, of probabilities (B, V), by inverting their sums.
 
     generator: one for all rows, or a list with one a row. torch.multinomial would draw a random
-    number for every token of the vocabulary."""
+    number for every token of the vocabulary. Raises ValueError for probabilities that are NaN."""
+    device = probs.device
+    probs = probs.cpu() if device.type == "mps" else probs  # which has no float64
     sums = probs.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
-    generators = generator if isinstance(generator, Sequence) else [generator]
-    n = probs.size(0) // len(generators)
-    u = [torch.rand(n, 1, generator=g, device=probs.device) for g in generators]  # below 1
+    if isinstance(generator, Sequence):
+        assert len(generator) == len(probs), f"{len(generator)} generators, {len(probs)} rows"
+        u = torch.cat([torch.rand(1, 1, generator=g, device=device) for g in generator])
+    else:
+        u = torch.rand(len(probs), 1, generator=generator, device=device)  # (B, 1), below 1
     # The first sum above u times the last: never that of a token with probability 0.
-    return torch.searchsorted(sums, torch.cat(u) * sums[:, -1:], right=True)[:, 0]
+    token = torch.searchsorted(sums, u.to(sums.device) * sums[:, -1:], right=True)[:, 0]
+    if int(token.max()) == probs.size(-1):
+        raise ValueError("the model's logits are not numbers")
+    return token.to(device)
 
 
 def newest_half(idx, mask, block_size):
@@ -366,21 +373,15 @@ def pick_dtype(dtype: str, device: str, wide: bool) -> str:
     """`auto` to the fastest dtype for matrix products, "float32", "bfloat16" or "float16".
 
     bfloat16 has float32's range; float16 has not, and trains with a GradScaler. On a CPU bfloat16
-    pays where the processor multiplies it, and the model is `wide`: both are timed once.
+    pays where the processor has instructions for it, and the model is `wide`.
     """
-    if dtype != "auto" or device == "mps":
-        return "float32" if dtype == "auto" else dtype
+    if dtype != "auto":
+        return dtype
     if device == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bfloat16" if native else "float16"
-    seconds = {torch.float32: math.inf, torch.bfloat16: math.inf}
-    for kind in list(seconds) * 3 if wide else []:
-        a, b = torch.ones(256, 1024, dtype=kind), torch.ones(1024, 1024, dtype=kind)
-        start = time.perf_counter()
-        a @ b
-        seconds[kind] = min(seconds[kind], time.perf_counter() - start)
-    # With the instructions for it the ratio is 3 or 4, without them below 1.
-    return "bfloat16" if 2 * seconds[torch.bfloat16] < seconds[torch.float32] else "float32"
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if device == "cpu" and native and wide else "float32"
 
 
 class GPT(nn.Module):
@@ -453,8 +454,8 @@ class GPT(nn.Module):
 
         idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S.
-        need_logits=False: None in their place, and the loss takes memory for LOSS_ROWS of them at
-        a time instead of all; they are computed again for the gradient.
+        need_logits=False: with targets, None in the place of logits, and the loss takes memory for
+        LOSS_ROWS of them at a time instead of all; they are computed again for the gradient.
         Raises ValueError for more than block_size tokens, IndexError for an id outside 0..V-1.
         """
         x = self.hidden(idx, padding_mask, cache)

@@ -129,9 +129,10 @@ def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np
 
 
 def encode_on_all_cores(
-    encoding: tiktoken.Encoding, texts: Iterable[tuple[Any, str]]
-) -> Iterator[tuple[Any, np.ndarray]]:
-    """(key, ids (n,) uint32) for each (key, text), in order, with a bounded number at a time.
+    encoding: tiktoken.Encoding, texts: Iterable[tuple[Any, str | None]]
+) -> Iterator[tuple[Any, np.ndarray | None]]:
+    """(key, ids (n,) uint32) for each (key, text), in order, and None for None; a bounded amount of
+    text is under way.
 
     Each thread has an Encoding of its own: one that another thread has used first is a quarter
     slower. Texts are sent in groups, for short ones would cost more to send than to encode.
@@ -147,22 +148,32 @@ def encode_on_all_cores(
                 special_tokens=encoding._special_tokens,
             )
         ids = mine.encoding.encode_to_numpy
-        return [(key, ids(text, disallowed_special=())) for key, text in group]
+        return [
+            (key, None if text is None else ids(text, disallowed_special=())) for key, text in group
+        ]
 
-    threads = os.cpu_count() or 1
-    waiting, group, length = collections.deque(), [], 0
-    with ThreadPoolExecutor(threads) as pool:
+    affinity = getattr(os, "sched_getaffinity", None)  # a container may have fewer than the machine
+    threads = min(16, len(affinity(0)) if affinity else os.cpu_count() or 1)
+    waiting, under_way = collections.deque(), 0  # (characters, future)
+    group, length = [], 0
+    pool = ThreadPoolExecutor(threads)
+    try:
         for key, text in texts:
             group.append((key, text))
-            length += len(text)
+            length += len(text or "") + 64  # a short text takes memory too
             if length >= PIECE // 4:
-                waiting.append(pool.submit(work, group))
+                waiting.append((length, pool.submit(work, group)))
+                under_way += length
                 group, length = [], 0
-            if len(waiting) > 2 * threads:
-                yield from waiting.popleft().result()
-        waiting.append(pool.submit(work, group))
-        while waiting:
-            yield from waiting.popleft().result()
+            while under_way > 2 * threads * PIECE:
+                size, future = waiting.popleft()
+                under_way -= size
+                yield from future.result()
+        waiting.append((length, pool.submit(work, group)))
+        for _, future in waiting:
+            yield from future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def start_token(encoding: tiktoken.Encoding) -> int:
@@ -604,7 +615,7 @@ def _write(config, files, output, target):
     again = hashlib.sha256()
 
     def parts():
-        """(writer, text) in the order of the text; "" where a document ends."""
+        """(writer, text) in the order of the text; None where a document ends."""
         document = position = 0
         for piece, ends in documents("encode"):
             again.update(piece.encode() + b"\0" * ends)
@@ -618,13 +629,13 @@ def _write(config, files, output, target):
             position += len(piece)
             if ends:
                 if cuts[document] > 0:
-                    yield train, ""
+                    yield train, None
                 if cuts[document] < lengths[document]:
-                    yield val, ""
+                    yield val, None
                 document, position = document + 1, 0
 
     for writer, ids in encode_on_all_cores(encoding, parts()):
-        writer.write(ids if len(ids) else separator)
+        writer.write(separator if ids is None else ids)
     train.close()
     val.close()
     if again.digest() != digest.digest():

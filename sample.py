@@ -148,65 +148,72 @@ def read_prompts(config: SampleConfig) -> list[str]:
 # ---------------------------------------------------------------------------- speed
 
 
-def use_onednn(model: GPT):
-    """Let oneDNN multiply by the weights, in its own layout, made once.
-
-    For a single row F.linear reaches a third to a half of the memory's speed on a CPU: in float32
-    for its BLAS, in bfloat16 for the new layout that it makes at every product.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return
-    onednn = torch.ops.mkldnn
-
-    def product(weight, bias):
-        packed = onednn._reorder_linear_weight(weight.detach(), 1)  # for 1 row; good for more
-        return lambda x: onednn._linear_pointwise(x, packed, bias, "none", [], "")
-
+def replace_products(model: GPT, product):
+    """Let product(weight, bias), a function of x, stand for each linear layer and the lm_head."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.forward = product(module.weight, module.bias)
     model.lm_head = product(model.wte.weight, None)
 
 
+def use_onednn(model: GPT):
+    """Let oneDNN multiply by the weights, in its own layout, made once; nothing where it cannot.
+
+    For a single row F.linear reaches a third to a half of the memory's speed on a CPU: in float32
+    for its BLAS, in bfloat16 for the new layout that it makes at every product. The linear layers'
+    own weights are let go.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return
+    onednn = torch.ops.mkldnn
+    if model.wte.weight.dtype == torch.bfloat16 and not onednn._is_mkldnn_bf16_supported():
+        return
+
+    def product(weight, bias):
+        packed = onednn._reorder_linear_weight(weight.detach(), 1)  # for 1 row; good for more
+        return lambda x: onednn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    replace_products(model, product)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = None
+
+
 def compile_decoding(model: GPT):
     """Compile the step that makes one token a row from the cache; a prompt runs as it is.
 
     Raises UserError at the first step where the machine has no compiler."""
-    from torch._dynamo.exc import TorchDynamoException  # a second to import
-    from torch._inductor.exc import InductorError
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # slow to import
+    from torch._dynamo.utils import counters
 
-    on_cpu = model.wte.weight.device.type == "cpu"
-    if on_cpu and model.wte.weight.dtype == torch.bfloat16:
-        torch._inductor.config.freezing = True  # weights are constants, in oneDNN's layout
-    elif on_cpu:
+    def product(weight, bias):
+        def forward(x):
+            if x.numel() > x.size(-1) or not torch.compiler.is_compiling():
+                return torch.nn.functional.linear(x, weight, bias)
+            y = (weight * x).sum(-1).view(*x.shape[:-1], -1)  # fused, at the memory's speed
+            return y if bias is None else y + bias
 
-        def product(weight, bias):
-            def forward(x):
-                if x.numel() > x.size(-1):
-                    return torch.nn.functional.linear(x, weight, bias)
-                y = (weight * x).sum(-1).view(*x.shape[:-1], -1)  # fused, at the memory's speed
-                return y if bias is None else y + bias
+        return forward
 
-            return forward
-
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.forward = product(module.weight, module.bias)
-        model.lm_head = product(model.wte.weight, None)
+    if model.wte.weight.device.type == "cpu":
+        if model.wte.weight.dtype == torch.bfloat16:
+            torch._inductor.config.freezing = True  # weights are constants, in oneDNN's layout
+        else:
+            replace_products(model, product)
     plain = model.next_logits
     step = torch.compile(plain, fullgraph=True)
 
     def next_logits(idx, padding_mask=None, cache=None):
         if idx.size(1) > 1 or cache[0].length == 0:
             return plain(idx, padding_mask, cache)
-        start = time.perf_counter()
+        start, graphs = time.perf_counter(), counters["stats"]["unique_graphs"]
         try:
             logits = step(idx, padding_mask, cache)
-        except (TorchDynamoException, InductorError) as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"--compile: {reason}; leave it out, or install a compiler") from None
-        seconds = time.perf_counter() - start
-        if seconds > 1:  # the second and third token: for a first length, then for every length
+        if counters["stats"]["unique_graphs"] > graphs:  # for a first length, then for every length
+            seconds = time.perf_counter() - start
             print(f"[compiled in {seconds:.0f} s]", file=sys.stderr, flush=True)
         return logits
 

@@ -19,7 +19,6 @@ References:
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -67,7 +66,7 @@ class TrainConfig:
     muon_lr: float = 0.02  # Muon's highest; it rises and falls with the other
     muon_momentum: float = 0.95  # Muon: decay of the mean of gradients; short runs like it lower
     schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls
-    hold: float = 0.0  # linear: the share of the run before the fall begins
+    hold: float = 0.0  # linear: the share of the run after warm-up before the fall begins
     min_lr: float = 6e-5  # where learning_rate ends
     warmup_iters: int = 100  # updates with a rising learning rate; at most a tenth of max_iters
     weight_decay: float = 0.1  # of matrices; biases and LayerNorms have none
@@ -105,8 +104,6 @@ class TrainConfig:
             raise UserError(
                 f"--min_lr={self.min_lr} is above --learning_rate={self.learning_rate}: lower it"
             )
-        if self.optimizer == "muon" and self.learning_rate == 0:
-            raise UserError("--learning_rate=0.0: with --optimizer=muon it must be above 0")
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
         self.out_dir = self.out_dir or f"out/{self.dataset}"
@@ -119,6 +116,8 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "learning_rate muon_lr min_lr warmup_iters weight_decay grad_clip eval_tokens seed"
 ).split()
+# Dense bfloat16 FLOP/s of the GPUs whose data sheet (NVIDIA's) was at hand, by part of the name.
+PEAK_FLOPS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}
 # What makes a run another run: a resumed one keeps it.
 FIXED = (
     "dataset init_from block_size n_layer n_head n_embd bias batch_size "
@@ -195,9 +194,8 @@ def check_ids(ids, vocab_size: int, where: str):
 def ahead(load: Callable[[int, int], Any], first: int, config: TrainConfig) -> Iterator[Any]:
     """load(step, micro_step) for every micro-batch from step `first` on, each made in another
     thread while the one before is in use."""
-    places = itertools.product(
-        range(first, config.max_iters), range(config.gradient_accumulation_steps)
-    )
+    steps, micro_steps = range(first, config.max_iters), range(config.gradient_accumulation_steps)
+    places = ((step, micro_step) for step in steps for micro_step in micro_steps)
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(load, *next(places))
         for place in places:
@@ -236,7 +234,7 @@ def evaluate(
     batches = (torch.from_numpy(a).view(-1, T).split(config.batch_size) for a in (idx, targets))
     for x, y in zip(*batches, strict=True):
         loss = model(x.to(device), y.to(device), need_logits=not config.recompute)[1]
-        total += loss.double().cpu() * (y >= 0).sum()  # the loss is a mean over the targets given
+        total += loss.cpu().double() * (y >= 0).sum()  # the loss is a mean over the targets given
     model.train(was_training)
     nats = total.item() / n
     return nats, nats * n / (math.log(2) * max(1, int(token_bytes[tokens[1:]].sum())))
@@ -278,7 +276,9 @@ class Muon(torch.optim.Muon):
                 matrices = [p for p in group["params"] if p.shape == shape]
                 updates = []
                 for p in matrices:
-                    mean = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    if not self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    mean = self.state[p]["momentum_buffer"]
                     mean.lerp_(p.grad, 1 - momentum)
                     updates.append(p.grad.lerp(mean, momentum))  # Nesterov's look ahead
                 updates = orthogonalise(torch.stack(updates).to(self.dtype), group)
@@ -302,8 +302,8 @@ def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
 
 
 def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW, which decays matrices and leaves biases and LayerNorms alone; with "muon" another one,
-    which takes the matrices inside the blocks from it."""
+    """[AdamW], or with "muon" [AdamW, Muon], which takes the matrices inside the blocks. Matrices
+    decay, embeddings too; biases and LayerNorms do not."""
     hidden = {id(p) for p in model.h.parameters() if p.dim() == 2 and config.optimizer == "muon"}
     parameters = [p for p in model.parameters() if id(p) not in hidden]
     groups = [
@@ -323,6 +323,13 @@ def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Op
         "weight_decay": config.weight_decay,
     }
     return [adamw, Muon(matrices, dtype, **options)]
+
+
+def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:
+    """The share of the GPU's peak that 6 FLOPs per parameter and token come to (Kaplan et al. 2020,
+    https://arxiv.org/abs/2001.08361, without attention's); None where the peak is not known."""
+    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
+    return peak and 6 * n_parameters * tokens_per_second / peak
 
 
 # ---------------------------------------------------------------------------- checkpoints
@@ -385,12 +392,12 @@ def load_training_state(out_dir: Path) -> tuple[Path, dict]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
         if not {"step", "config", "optimizers", "scaler"} <= set(state):
-            raise ValueError("not a training state")
+            raise ValueError("not a training state of this version")
         return checkpoints[-1], state
     except DAMAGED as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
-            f"{file}: cannot be read ({reason}); delete {checkpoints[-1]}, to resume from "
+            f"{file}: cannot be read ({reason}); move {checkpoints[-1]} away to resume from "
             "the checkpoint before"
         ) from None
 
@@ -434,6 +441,7 @@ def main():
         raise UserError(f"--device: {error}") from None
     # Large blocks of memory in huge pages: a step spends less time in page faults. For Linux.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    gpu = torch.cuda.get_device_name() if device == "cuda" else ""
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it; nothing on a CPU
 
@@ -499,10 +507,14 @@ def main():
         raise UserError(f"{config.init_from}: {vocab_size} tokens, {data} has {encoding.n_vocab}")
     check_ids(val, vocab_size, str(data / "val.npy"))
     model.to(device).train()
+    # At a width of 64 bfloat16 was half as fast as float32, at 128 twice as fast.
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = nullcontext()
     if config.dtype != "float32":
-        autocast = torch.autocast(device, dtype=getattr(torch, config.dtype))
+        # Without the cache each chunk of the loss gives its gradient to float32, not to a shared
+        # copy of the weights in 16 bits.
+        cache = not config.recompute
+        autocast = torch.autocast(device, getattr(torch, config.dtype), cache_enabled=cache)
     if config.recompute:
         for block in model.h:
             block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
@@ -516,7 +528,10 @@ def main():
     first_step, best = 0, math.inf
     if state:
         for optimizer, its in zip(optimizers, state["optimizers"], strict=True):
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             optimizer.load_state_dict(its)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)  # this configuration's, where a flag has changed them
         if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
             scaler.load_state_dict(state["scaler"])
         first_step = state["step"]
@@ -577,10 +592,10 @@ def main():
     batches = ahead(load_batch, first_step, config)
     for step in range(first_step, config.max_iters):
         lr = learning_rate_at(step, config)
-        for group in optimizers[0].param_groups:
-            group["lr"] = lr
-        for group in optimizers[1].param_groups if optimizers[1:] else []:
-            group["lr"] = lr * config.muon_lr / config.learning_rate
+        rates = (lr, lr * config.muon_lr / (config.learning_rate or 1))  # they move together
+        for optimizer, rate in zip(optimizers, rates, strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         step_loss = torch.zeros((), device=device)
         for micro_step in range(config.gradient_accumulation_steps):
             x, y = next(batches)
@@ -594,8 +609,11 @@ def main():
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        # One decision for all: the scaler's own looks at each optimizer's gradients alone.
+        usable = not scaler.is_enabled() or math.isfinite(norm)
         for optimizer in optimizers:
-            scaler.step(optimizer)
+            if usable:
+                scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
         train_losses.append(step_loss)
@@ -607,16 +625,20 @@ def main():
             check_finite(loss, done, config)
             seconds = (time.perf_counter() - logged_at) / (done - logged_step)
             speed, left = tokens_per_step / seconds, seconds * (config.max_iters - done)
-            log(
-                step=done, loss=loss, lr=lr, norm=norm.item(), ms=1000 * seconds, tokens_per_s=speed
-            )
+            entry = {"step": done, "loss": loss, "lr": lr, "norm": norm.item()}
+            entry |= {"ms": 1000 * seconds, "tokens_per_s": speed}
+            pace = f"{speed:,.0f} tokens/s"
+            mfu = flops_utilisation(speed, model.num_parameters(), gpu)
+            if mfu is not None:
+                entry["mfu"] = mfu
+                pace += f", MFU {100 * mfu:.0f} %"
+            log(**entry)
             bar.update(done - bar.n)
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+            bar.set_postfix_str(f"loss {loss:.3f}, {pace}")
             if hide and (done % (10 * config.log_interval) == 0 or last):
                 print(
                     f"step {done}/{config.max_iters}: loss {loss:.3f}, lr {lr:.2e}, "
-                    f"norm {norm:.2f}, {1000 * seconds:.0f} ms, {speed:,.0f} tokens/s, "
-                    f"{left:.0f} s left",
+                    f"norm {norm:.2f}, {1000 * seconds:.0f} ms, {pace}, {left:.0f} s left",
                     flush=True,
                 )
             logged_at, logged_step = time.perf_counter(), done

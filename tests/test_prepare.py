@@ -8,7 +8,15 @@ import pytest
 
 import prepare
 from config import UserError
-from prepare import PrepareConfig, TokenWriter, load_tokenizer, read_pieces, training_part
+from prepare import (
+    PrepareConfig,
+    TokenWriter,
+    build_tokenizer,
+    encode_on_all_cores,
+    load_tokenizer,
+    read_pieces,
+    training_part,
+)
 from tests.conftest import output_of, run_script
 
 
@@ -85,6 +93,25 @@ def test_pieces_give_the_tokens_of_the_whole_file(tmp_path, gpt2_encoding, monke
     for split, text in (("train", corpus[:cut]), ("val", corpus[cut:])):
         ids = np.concatenate([np.load(file) for file in sorted(data.glob(f"{split}*"))])
         assert ids.tolist() == [*gpt2_encoding.encode_ordinary(text), 50256]
+
+
+def test_texts_encoded_on_all_cores_keep_their_order_whatever_their_length(monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 64)
+    encoding = build_tokenizer("char", "ab\n", end_of_text=False)
+    texts = [("ab\n"[i % 3]) * (i * 37 % 500) if i % 5 else None for i in range(600)]
+    encoded = list(encode_on_all_cores(encoding, enumerate(texts)))
+    assert [key for key, _ in encoded] == list(range(600))
+    for text, (_, ids) in zip(texts, encoded, strict=True):
+        assert ids is None if text is None else encoding.decode(list(ids)) == text
+
+
+def test_an_error_among_texts_being_encoded_reaches_the_reader():
+    def texts():
+        yield "first", "a"
+        raise UserError("not UTF-8")
+
+    with pytest.raises(UserError, match="not UTF-8"):
+        list(encode_on_all_cores(build_tokenizer("byte", [], False), texts()))
 
 
 def test_pieces_put_characters_together_that_the_chunks_cut(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from train import (
     ahead,
     configure_optimizers,
     evaluate,
+    flops_utilisation,
     get_batch,
     learning_rate_at,
     list_checkpoints,
@@ -215,6 +216,12 @@ def test_evaluation_covers_every_token_of_the_split_once(n_tokens):
         total += loss.item() * (window.size(1) - 1)
     assert nats == pytest.approx(total / (n_tokens - 1), abs=1e-5)
     assert bits == pytest.approx(total / math.log(2) / token_bytes[tokens[1:]].sum(), abs=1e-5)
+
+
+def test_utilisation_is_told_where_the_peak_is_known():
+    assert flops_utilisation(1e6, 124_000_000, "NVIDIA H200") == pytest.approx(0.752, abs=1e-3)
+    assert flops_utilisation(1e6, 124_000_000, "NVIDIA GeForce GTX 1060") is None
+    assert flops_utilisation(1e6, 124_000_000, "") is None
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -407,14 +414,13 @@ def test_a_padded_vocabulary_draws_real_tokens_only(trained, tmp_path):
     checkpoint = tmp_path / "out" / "mine" / "checkpoint-20"
     assert GPT.from_pretrained(checkpoint).config.vocab_size == 128
     text = output_of("sample.py", checkpoint, "--temperature=5", "--top_k=0", cwd=tmp_path)
-    assert len(text) > 400
+    assert len(text) == 501
 
 
 def test_training_starts_from_a_checkpoint(trained, tmp_path):
     copy_data(trained, tmp_path)
     start = trained / "out" / "mine" / "checkpoint-20"
     arguments = [f"--init_from={start}", "--learning_rate=0", "--min_lr=0", "--max_iters=1"]
-    arguments += ["--optimizer=adamw"]
     output_of("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
     before = read_log(trained / "out" / "mine")[-1]["val_loss"]
     assert read_log(tmp_path / "out" / "mine")[-1]["val_loss"] == pytest.approx(before, abs=1e-5)

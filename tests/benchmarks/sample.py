@@ -76,8 +76,8 @@ def worker(case: dict):
             model.generate(idx, attention_mask=mask, streamer=clock, **options)
             if clock:
                 drawn.pop(0)  # the prompt
-            else:  # two tokens, so that the rate below is that of the whole call
-                drawn.extend([start, time.perf_counter()])  # and no time to the first
+            else:
+                drawn.extend([start, time.perf_counter()])  # no time to the first
     else:
         import ctranslate2
         import tiktoken
@@ -108,8 +108,10 @@ def worker(case: dict):
         start = time.perf_counter()
         generate()
         first.append(drawn[0] - start)
-        steps = n if len(drawn) == 2 else len(drawn) - 1
-        rate.append(B * steps / (drawn[-1] - drawn[0]))
+        if B == 1:
+            rate.append((len(drawn) - 1) / (drawn[-1] - drawn[0]))
+        else:  # with the prompts: the peer tells no single tokens
+            rate.append(B * n / (drawn[-1] - start))
     result = {"first": statistics.median(first), "rate": statistics.median(rate)}
     print(json.dumps(result | {"warm_up": warm_up}))
 
@@ -178,5 +180,7 @@ if __name__ == "__main__":
         worker(json.loads(sys.argv[-1]))
         sys.exit()
     print(machine())
-    for name in sys.argv[1:] or ["prompt", "small", "batch", "length"]:
-        {"prompt": prompt, "small": small, "batch": batch, "length": length}[name](3)
+    parts = {"prompt": prompt, "small": small, "batch": batch, "length": length}
+    repetitions = next((int(word) for word in sys.argv[1:] if word.isdigit()), 3)
+    for name in [word for word in sys.argv[1:] if not word.isdigit()] or parts:
+        parts[name](repetitions)

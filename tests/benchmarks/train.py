@@ -2,7 +2,7 @@
 
     python tests/benchmarks/train.py                # both, about 25 minutes on two cores
     python tests/benchmarks/train.py loss           # the preset against the classic recipe
-    python tests/benchmarks/train.py speed
+    python tests/benchmarks/train.py speed 2        # two repetitions instead of three
 
 `loss` needs data/shakespeare (python prepare.py shakespeare). The rows of transformers need
 pip install -e '.[bench]'.
@@ -190,5 +190,7 @@ if __name__ == "__main__":
         worker(json.loads(sys.argv[-1]))
         sys.exit()
     print(machine())
-    for name in sys.argv[1:] or ["loss", "speed"]:
-        {"loss": time_to_loss, "speed": speed}[name](3)
+    parts = {"loss": time_to_loss, "speed": speed}
+    repetitions = next((int(word) for word in sys.argv[1:] if word.isdigit()), 3)
+    for name in [word for word in sys.argv[1:] if not word.isdigit()] or parts:
+        parts[name](repetitions)
