@@ -1,7 +1,7 @@
 """How fast text becomes token ids, and in how much memory.
 
     python tests/benchmarks/prepare.py              # 200 MB of text
-    python tests/benchmarks/prepare.py 1000         # 1 GB
+    python tests/benchmarks/prepare.py 1000 1       # 1 GB, once
 
 The text is Python's language reference, repeated. gpt2 needs tiktoken's vocabulary.
 """
@@ -82,4 +82,5 @@ if __name__ == "__main__":
         worker(json.loads(sys.argv[-1]))
         sys.exit()
     print(machine())
-    main(int(sys.argv[1]) if sys.argv[1:] else 200, 3)
+    megabytes, repetitions = map(int, [*sys.argv[1:], *["200", "3"][len(sys.argv) - 1 :]])
+    main(megabytes, repetitions)
