@@ -260,8 +260,8 @@ def sample_lines(model: GPT, encoding, config: TrainConfig, step: int) -> list[s
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with equal matrices orthogonalised in one batch, in a dtype of choice.
 
-    One by one and in bfloat16, as PyTorch has it, costs a small model half as much time again, and
-    a CPU that cannot multiply bfloat16 ten times that.
+    One by one and in bfloat16, as PyTorch has it, a step of a small model takes half as long again;
+    where a CPU lacks bfloat16 products, 28 times as long as in float32.
     """
 
     def __init__(self, params, dtype: torch.dtype, **options):
@@ -507,7 +507,7 @@ def main():
         raise UserError(f"{config.init_from}: {vocab_size} tokens, {data} has {encoding.n_vocab}")
     check_ids(val, vocab_size, str(data / "val.npy"))
     model.to(device).train()
-    # At a width of 64 bfloat16 was half as fast as float32, at 128 twice as fast.
+    # A block of width 64 took 1.45 times as long in bfloat16 as in float32, a step at 128 0.56.
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = nullcontext()
     if config.dtype != "float32":
