@@ -22,6 +22,8 @@ from config import UserError, load, read_loss, run
 from model import GPT, checkpoint_directory, pick_device, pick_dtype
 from prepare import encode, load_tokenizer, start_token
 
+WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
+
 
 @dataclass
 class SampleConfig:
@@ -302,7 +304,7 @@ def main():
         model = GPT.from_pretrained(checkpoint)
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise UserError(f"{checkpoint}: cannot be opened: {str(error).splitlines()[0]}") from None
-    wide = model.config.n_embd >= 256  # narrower ones stay in the processor's cache
+    wide = model.config.n_embd >= WIDE
     dtype = pick_dtype(config.dtype, config.device, wide)
     model.to(config.device, getattr(torch, dtype))
     size = f"{model.num_parameters():,} parameters"

@@ -325,6 +325,12 @@ def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Op
     return [adamw, Muon(matrices, dtype, **options)]
 
 
+def recompute_blocks(model: GPT):
+    """Keep only the inputs of blocks for the backward pass and compute the rest again there."""
+    for block in model.h:
+        block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+
+
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:
     """The share of the GPU's peak that 6 FLOPs per parameter and token come to (Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361, without attention's); None where the peak is not known."""
@@ -516,8 +522,7 @@ def main():
         cache = not config.recompute
         autocast = torch.autocast(device, getattr(torch, config.dtype), cache_enabled=cache)
     if config.recompute:
-        for block in model.h:
-            block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+        recompute_blocks(model)
     if config.compile == "auto":
         config.compile = str(device == "cuda")
     compiled = torch.compile(model) if config.compile == "True" else model

@@ -36,12 +36,12 @@ def worker(case: dict):
     drawn = []  # when each token of all rows was there
 
     if case["who"] == "gptling":
-        from sample import compile_decoding, use_onednn
+        from sample import WIDE, compile_decoding, use_onednn
 
         model = GPT(config).eval().to(device, dtype)
         if case.get("compile"):
             compile_decoding(model)
-        elif device == "cpu" and config.n_embd >= 256:
+        elif device == "cpu" and config.n_embd >= WIDE:
             use_onednn(model)
         generators = [torch.Generator(device).manual_seed(i) for i in range(B)]
 

@@ -75,10 +75,9 @@ def worker(case: dict):
     """Some steps of one kind; prints the median milliseconds and the peak memory as JSON."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as train.py does
     import torch
-    from torch.utils.checkpoint import checkpoint
 
     from model import GPT, GPTConfig
-    from train import TrainConfig, configure_optimizers
+    from train import TrainConfig, configure_optimizers, recompute_blocks
 
     fields, batch_size = SIZES[case["size"]]
     config = GPTConfig(**fields)
@@ -97,10 +96,7 @@ def worker(case: dict):
         kind = TrainConfig(optimizer=case.get("optimizer", "adamw"), dtype=case["dtype"])
         optimizers = configure_optimizers(model, kind)
         if case.get("recompute"):
-            from functools import partial
-
-            for block in model.h:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            recompute_blocks(model)
     n = sum(p.numel() for p in model.parameters())
     compiled = torch.compile(model) if device == "cuda" else model
 
