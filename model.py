@@ -269,6 +269,11 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
 
 
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    """Under autocast too: a sum over V exponentials needs the digits."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def next_token_probs(
     logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
 ) -> torch.Tensor:
@@ -464,15 +469,14 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         if targets is None:
             return logits, None
-        # In float32 under autocast too: a sum over V exponentials needs the digits.
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
-        return logits, loss
+        rows = at_least_float32(logits.flatten(0, 1))
+        return logits, F.cross_entropy(rows, targets.flatten(), ignore_index=-100)
 
     def chunked_loss(self, x, targets):
         """The mean cross-entropy of hidden states x (N, C), LOSS_ROWS at a time; targets (N,)."""
 
         def summed(x, targets):
-            logits = self.lm_head(x).float()
+            logits = at_least_float32(self.lm_head(x))
             return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
         chunks = zip(x.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)

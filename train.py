@@ -3,7 +3,8 @@
     python train.py                                    # the quick start: config/quickstart.toml
     python train.py --dataset=mine                     # the same recipe on data/mine
     python train.py config/gpt2.toml --batch_size=8
-    python train.py config/gpt2.toml --resume=True     # go on from its newest checkpoint
+    python train.py --out_dir=out/gpt2 --resume=True   # go on from its newest checkpoint
+    torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
 writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt) and log.jsonl.
 
@@ -15,17 +16,23 @@ References:
 - Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
 - Hägele et al. 2024, warm-up, hold and decay, https://arxiv.org/abs/2405.18392
 - Chen et al. 2016, activation checkpointing, https://arxiv.org/abs/1604.06174
+- Li et al. 2020, DistributedDataParallel, https://arxiv.org/abs/2006.15704
+- Zhao et al. 2023, fully sharded training, https://arxiv.org/abs/2304.11277
 """
 
 import dataclasses
 import functools
+import hashlib
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -34,8 +41,10 @@ from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
 from typing import Any, Literal
 
+import filelock
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
@@ -59,7 +68,7 @@ class TrainConfig:
     dropout: float = 0.0  # share of activations set to 0 in training; 0.1 to 0.2 for little data
     bias: bool = True  # in linear layers and LayerNorms; GPT-2 has them
     batch_size: int = 12  # windows in a micro-batch
-    gradient_accumulation_steps: int = 1  # micro-batches in an update, over all processes
+    gradient_accumulation_steps: int = 1  # micro-batches in an update, of all processes together
     max_iters: int = 2000  # updates
     optimizer: Literal["adamw", "muon"] = "adamw"  # of the blocks' matrices; the rest has AdamW
     learning_rate: float = 6e-4  # AdamW's highest, after warm-up
@@ -83,11 +92,15 @@ class TrainConfig:
     compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: on CUDA
     recompute: bool = False  # compute activations again for the backward pass: less memory, slower
     vocab_multiple: int = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
+    fsdp: bool = False  # shard the model over the processes, for one too large for a GPU
+    allow_changed_data: bool = False  # resume although the dataset is not what it was
 
     def __post_init__(self):
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise UserError(f"--{name}={getattr(self, name)}: must be at least 1")
+            if getattr(self, name) >= 1 << 31:
+                raise UserError(f"--{name}={getattr(self, name)}: must be below 2**31")
         for name in NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise UserError(f"--{name}={getattr(self, name)}: must not be negative")
@@ -106,6 +119,8 @@ class TrainConfig:
             )
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
+        if self.fsdp and self.optimizer == "muon" and not self.resume:
+            raise UserError("--fsdp: Muon needs whole matrices, not shards; use --optimizer=adamw")
         self.out_dir = self.out_dir or f"out/{self.dataset}"
 
 
@@ -118,6 +133,9 @@ NOT_NEGATIVE = (
 ).split()
 # Dense bfloat16 FLOP/s of the GPUs whose data sheet (NVIDIA's) was at hand, by part of the name.
 PEAK_FLOPS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}
+# What training_state.pt holds. recent: the sum of training losses since the last evaluation.
+STATE = {"format": int, "step": int, "data": str, "config": dict, "optimizers": list}
+STATE |= {"scaler": dict, "overflows": int, "best": float, "recent": float, "recent_steps": int}
 # What makes a run another run: a resumed one keeps it.
 FIXED = (
     "dataset init_from block_size n_layer n_head n_embd bias batch_size "
@@ -150,6 +168,22 @@ def window_order(n_windows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n_windows)
 
 
+def micro_batches(config: TrainConfig, world_size: int) -> tuple[int, int]:
+    """The windows in a micro-batch of one process, and its micro-batches in an update.
+
+    An update takes batch_size * gradient_accumulation_steps windows, however many processes share
+    them; at most batch_size are in memory at once. Raises UserError where they cannot be shared."""
+    windows = config.batch_size * config.gradient_accumulation_steps
+    if windows % world_size:
+        raise UserError(
+            f"--batch_size={config.batch_size} times --gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps} is not divisible by {world_size} processes"
+        )
+    share = windows // world_size
+    size = next(n for n in range(min(share, config.batch_size), 0, -1) if share % n == 0)
+    return size, share // size
+
+
 def get_batch(
     shards: list[np.ndarray],
     config: TrainConfig,
@@ -158,7 +192,7 @@ def get_batch(
     rank: int = 0,
     world_size: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, (batch_size, block_size) int64 each: a pure function of its arguments.
+    """Inputs and targets, (B, block_size) int64 each, B as micro_batches says: a pure function.
 
     An epoch visits every window once, in an order drawn from (seed, epoch). Windows do not overlap;
     where the first one starts is drawn anew in each epoch, so that contexts differ. Update `step`
@@ -166,12 +200,13 @@ def get_batch(
     micro-batch m * world_size + r.
     """
     T = config.block_size
+    B, micro_steps = micro_batches(config, world_size)
     counts = np.array([max(len(shard) // T - 1, int(len(shard) > T)) for shard in shards])
     ends = counts.cumsum()  # windows in the shards up to each
-    micro_batch = step * config.gradient_accumulation_steps + micro_step * world_size + rank
-    windows = np.empty((config.batch_size, T + 1), dtype=np.int64)
-    for row in range(config.batch_size):
-        epoch, i = divmod(micro_batch * config.batch_size + row, int(ends[-1]))
+    first = ((step * micro_steps + micro_step) * world_size + rank) * B
+    windows = np.empty((B, T + 1), dtype=np.int64)
+    for row in range(B):
+        epoch, i = divmod(first + row, int(ends[-1]))
         window = window_order(int(ends[-1]), config.seed, epoch)[i]
         n = int(np.searchsorted(ends, window, side="right"))
         shard, index = shards[n], window - (ends[n] - counts[n])
@@ -191,11 +226,10 @@ def check_ids(ids, vocab_size: int, where: str):
         )
 
 
-def ahead(load: Callable[[int, int], Any], first: int, config: TrainConfig) -> Iterator[Any]:
-    """load(step, micro_step) for every micro-batch from step `first` on, each made in another
-    thread while the one before is in use."""
-    steps, micro_steps = range(first, config.max_iters), range(config.gradient_accumulation_steps)
-    places = ((step, micro_step) for step in steps for micro_step in micro_steps)
+def ahead(load: Callable[[int, int], Any], steps: range, micro_steps: int) -> Iterator[Any]:
+    """load(step, micro_step) for every micro-batch of these steps, each made in another thread
+    while the one before is in use."""
+    places = itertools.product(steps, range(micro_steps))
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(load, *next(places))
         for place in places:
@@ -204,40 +238,52 @@ def ahead(load: Callable[[int, int], Any], first: int, config: TrainConfig) -> I
         yield following.result()
 
 
-def check_finite(loss: float, step: int, config: TrainConfig):
-    """Raises UserError for a loss that is not a number or infinite."""
-    if not math.isfinite(loss):
+def check_finite(what: str, value: float, step: int, config: TrainConfig):
+    """Raises UserError for a value that is not a number or infinite."""
+    if not math.isfinite(value):
         raise UserError(
-            f"the loss is {loss} at step {step}: lower --learning_rate={config.learning_rate} or "
-            f"--grad_clip={config.grad_clip}, or use --dtype=float32"
+            f"{what} is {value} at step {step}: lower --learning_rate={config.learning_rate} or "
+            f"--grad_clip={config.grad_clip}, or use --dtype=float32; the checkpoints are as before"
         )
 
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, tokens: np.ndarray, token_bytes: np.ndarray, config: TrainConfig
+    model: torch.nn.Module,
+    tokens: np.ndarray,
+    token_bytes: np.ndarray,
+    config: TrainConfig,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> tuple[float, float]:
     """Loss over all of `tokens`, in nats per token and in bits per byte of text.
 
     Windows follow each other without overlap; the last one is filled up with targets that do not
-    count. token_bytes (V,): the bytes of text that each id stands for, 0 for end-of-text.
+    count. Process `rank` takes every world_size-th batch. token_bytes (V,): the bytes of text that
+    each id stands for, 0 for end-of-text.
     """
     T, device = config.block_size, next(model.parameters()).device
-    n = len(tokens) - 1  # predictions
-    n_windows = math.ceil(n / T)
-    idx = np.zeros(n_windows * T, dtype=np.int64)
-    targets = np.full(n_windows * T, -100, dtype=np.int64)
-    idx[:n], targets[:n] = tokens[:-1], tokens[1:]
-    total = torch.zeros((), dtype=torch.float64)
+    n, size = len(tokens) - 1, config.batch_size * T  # predictions, in all and in a batch
+    totals = torch.zeros(2, dtype=torch.float64)  # nats, bytes
     was_training = model.training
     model.eval()
-    batches = (torch.from_numpy(a).view(-1, T).split(config.batch_size) for a in (idx, targets))
-    for x, y in zip(*batches, strict=True):
-        loss = model(x.to(device), y.to(device), need_logits=not config.recompute)[1]
-        total += loss.cpu().double() * (y >= 0).sum()  # the loss is a mean over the targets given
+    for i in range(math.ceil(n / size / world_size)):  # equally many everywhere, as FSDP needs
+        start = (i * world_size + rank) * size
+        window = np.asarray(tokens[start : start + size + 1], dtype=np.int64)
+        count = max(0, len(window) - 1)
+        rows = max(1, math.ceil(count / T))
+        idx, targets = torch.zeros(rows * T, dtype=torch.int64), torch.full((rows * T,), -100)
+        idx[:count], targets[:count] = (torch.from_numpy(ids) for ids in (window[:-1], window[1:]))
+        idx, targets = (ids.view(rows, T).to(device) for ids in (idx, targets))
+        loss = model(idx, targets, need_logits=not config.recompute)[1]
+        if count:  # the loss is a mean over the targets given
+            totals[0] += loss.cpu().double() * count
+            totals[1] += int(token_bytes[window[1:]].sum())
+    if world_size > 1:
+        dist.all_reduce(totals)
     model.train(was_training)
-    nats = total.item() / n
-    return nats, nats * n / (math.log(2) * max(1, int(token_bytes[tokens[1:]].sum())))
+    nats, n_bytes = totals.tolist()
+    return nats / n, nats / (math.log(2) * max(1, n_bytes))
 
 
 def sample_lines(model: GPT, encoding, config: TrainConfig, step: int) -> list[str]:
@@ -251,7 +297,8 @@ def sample_lines(model: GPT, encoding, config: TrainConfig, step: int) -> list[s
         ids.append(token.item())
         text = encoding.decode(ids)  # all of them: a character may take several tokens
         lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-        if len(lines) > 2 or (len(lines) == 2 and lines[1].endswith("\n")):
+        enough = len(lines) > 2 or (len(lines) == 2 and lines[1].endswith("\n"))
+        if enough and not config.fsdp:  # there every process must take part in every token
             break
     model.train()
     return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]
@@ -338,14 +385,106 @@ def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> 
     return peak and 6 * n_parameters * tokens_per_second / peak
 
 
+# ---------------------------------------------------------------------------- processes
+
+
+def join_processes(device: str, rank: int, world_size: int):
+    """Join the other processes that torchrun has started: gloo between CPUs, NCCL between GPUs.
+
+    Raises UserError for a GPU that is not there, or an address that cannot be used."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "mps":
+        raise UserError(f"--device=mps: one GPU cannot serve {world_size} processes; use cpu")
+    if device == "cuda" and local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"{local_rank + 1} processes or more on a machine with {torch.cuda.device_count()} "
+            "GPUs: lower --nproc_per_node, or use --device=cpu"
+        )
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(local_rank)
+        # Decisions travel between CPUs also where gradients do not, so that no GPU waits for them.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:  # a port or a GPU in use, a machine not reached
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"process {rank} of {world_size} cannot join: {reason}") from None
+
+
+def agree(value: int, world_size: int) -> int:
+    """The largest `value` of all processes, in each of them."""
+    if world_size == 1:
+        return value
+    value = torch.tensor(value)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return int(value)
+
+
+def shard(model: GPT, device: str, world_size: int):
+    """Shard parameters, gradients and so the optimizer's state over the processes, block by block:
+    what one needs is gathered when it is used (FSDP2)."""
+    from torch.distributed.device_mesh import init_device_mesh  # slow to import
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = init_device_mesh(device, (world_size,))
+    for block in model.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "next_logits")  # generation goes in by another door
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor gathered, which all processes must call; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def whole_model(model: GPT) -> GPT:
+    """A sharded model gathered on the CPU, which all processes must call."""
+    weights = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+    with torch.device("meta"):  # takes no memory
+        copy = GPT(model.config)
+    copy.load_state_dict(weights, assign=True)
+    return copy
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, stored: dict):
+    """Take the stored state of each parameter, {index: {name: tensor}}, sharded as the parameter.
+
+    The settings stay as they are. Raises ValueError where a tensor does not fit its parameter."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    adamw = {"step", "exp_avg", "exp_avg_sq"}
+    names = {"momentum_buffer"} if isinstance(optimizer, Muon) else adamw
+    if stored.keys() != set(range(len(parameters))):
+        raise ValueError(f"it has the state of {len(stored)} of {len(parameters)} parameters")
+    state = {}
+    for i, parameter in enumerate(parameters):
+        state[i] = dict(stored[i])
+        if state[i].keys() != names:
+            raise ValueError(f"the state of parameter {i} is another optimizer's")
+        for name, tensor in stored[i].items():
+            shape = torch.Size() if name == "step" else parameter.shape
+            if tensor.shape != shape or not tensor.is_floating_point():
+                raise ValueError(f"the state of parameter {i} has not its shape")
+            if hasattr(parameter, "device_mesh") and name != "step":
+                from torch.distributed.tensor import distribute_tensor
+
+                state[i][name] = distribute_tensor(
+                    tensor.to(parameter.device), parameter.device_mesh, parameter.placements
+                )
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
 # ---------------------------------------------------------------------------- checkpoints
 
 
 def list_checkpoints(out_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = [path for path in out_dir.glob("checkpoint-*") if (path / "metrics.json").is_file()]
-    found = [path for path in found if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    return sorted((path for path in found if re.fullmatch(r".*-\d+", path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def save_checkpoint(
@@ -359,12 +498,15 @@ def save_checkpoint(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         model.save_pretrained(temporary, tokenizer_json)
-        torch.save(state, temporary / "training_state.pt")
+        with (temporary / "training_state.pt").open("wb") as file:  # its errors name their cause
+            torch.save(state, file)
         (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+        sums = json.dumps({path.name: sha256(path) for path in sorted(temporary.iterdir())})
+        (temporary / "checksums.json").write_text(sums, encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
             _sync(path)
         if final.exists():
-            shutil.rmtree(final)
+            delete(final)
         temporary.rename(final)
         _sync(out_dir)
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk
@@ -374,7 +516,20 @@ def save_checkpoint(
     best = min(checkpoints, key=read_loss)
     for path in checkpoints[:-keep_last]:
         if path != best:
-            shutil.rmtree(path)
+            delete(path)
+
+
+def delete(checkpoint: Path):
+    """Take a checkpoint away at once, then delete its files."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.deleting")
+    shutil.rmtree(hidden, ignore_errors=True)
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _sync(path):
@@ -389,23 +544,65 @@ def _sync(path):
 DAMAGED = (OSError, RuntimeError, EOFError, UnpicklingError, LookupError, ValueError, TypeError)
 
 
-def load_training_state(out_dir: Path) -> tuple[Path, dict]:
-    """The newest checkpoint and its training state. Raises UserError where there is none."""
-    checkpoints = list_checkpoints(out_dir)
-    if not checkpoints:
-        raise UserError(f"{out_dir}: no checkpoint to resume; start anew with --overwrite=True")
-    file = checkpoints[-1] / "training_state.pt"
+def load_training_state(checkpoint: Path) -> dict:
+    """What training_state.pt holds: plain values and tensors.
+
+    Raises UserError for a checkpoint of which a file is not as it was written, which neither
+    torch.load nor safetensors would notice."""
     try:
+        sums = json.loads((checkpoint / "checksums.json").read_text(encoding="utf-8"))
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "training_state.pt"):
+            if sums[name] != sha256(checkpoint / name):
+                raise ValueError(f"{name} is not as it was written")
+        file = checkpoint / "training_state.pt"
         state = torch.load(file, map_location="cpu", weights_only=True)
-        if not {"step", "config", "optimizers", "scaler"} <= set(state):
-            raise ValueError("not a training state of this version")
-        return checkpoints[-1], state
+        if any(type(state[key]) is not kind for key, kind in STATE.items()) or state["format"] != 1:
+            raise ValueError("training_state.pt is of another version")
+        return state
     except DAMAGED as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{checkpoint} is damaged: {reason}") from None
+
+
+def newest_state(out_dir: Path) -> tuple[Path, dict]:
+    """The newest checkpoint that is whole, and its training state; damaged ones are named.
+
+    Raises UserError where there is none."""
+    for checkpoint in reversed(list_checkpoints(out_dir)):
+        try:
+            return checkpoint, load_training_state(checkpoint)
+        except UserError as error:
+            print(error, file=sys.stderr)
+    raise UserError(f"{out_dir}: no checkpoint to resume; start anew with --overwrite=True")
+
+
+def lock(out_dir: Path) -> filelock.FileLock:
+    """The lock of a run, which the system takes back when this process ends, however it does.
+
+    Raises UserError where another process has it."""
+    held = filelock.FileLock(out_dir / ".lock", timeout=0)
+    try:
+        held.acquire()
+    except filelock.Timeout:
         raise UserError(
-            f"{file}: cannot be read ({reason}); move {checkpoints[-1]} away to resume from "
-            "the checkpoint before"
+            f"{out_dir}: another training is writing there; give another --out_dir, or wait"
         ) from None
+    return held
+
+
+def log_until(file: Path, step: int):
+    """Drop what the log has after `step`, which will be done again, and what a crash cut off."""
+    kept = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, LookupError, TypeError, RecursionError):
+            continue
+    temporary = file.with_name(".log.jsonl.writing")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    _sync(temporary)
+    temporary.replace(file)
 
 
 def resumed_config(saved: dict, given: dict, out_dir: Path) -> TrainConfig:
@@ -418,7 +615,11 @@ def resumed_config(saved: dict, given: dict, out_dir: Path) -> TrainConfig:
             )
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     saved = {name: value for name, value in saved.items() if name in known}
-    saved |= given | {"out_dir": str(out_dir), "resume": False, "overwrite": False}
+    once = {"resume": False, "overwrite": False, "allow_changed_data": False}
+    for name in sorted(given.keys() & saved.keys() - once.keys() - {"out_dir"}):
+        if given[name] != saved[name]:
+            print(f"{name}: {given[name]} from now on; it was {saved[name]}")
+    saved |= once | given | {"out_dir": str(out_dir), "resume": False, "overwrite": False}
     return TrainConfig(**{k: check(TrainConfig, k, v, str(out_dir)) for k, v in saved.items()})
 
 
@@ -430,15 +631,12 @@ def main():
     quickstart = Path(__file__).parent / "config" / "quickstart.toml"
     config, given = load(TrainConfig, __doc__, default_preset=quickstart)
     out_dir = Path(config.out_dir)
-    state = None
-    if config.resume:
-        checkpoint, state = load_training_state(out_dir)
-        config = resumed_config(state["config"], given, out_dir)
-    elif not config.overwrite and list_checkpoints(out_dir):
-        raise UserError(
-            f"{out_dir} holds a run: --resume=True goes on with it, --overwrite=True deletes it, "
-            "--out_dir=... leaves it alone"
-        )
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # the first process speaks for all
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts
+        config.resume, config.overwrite = bool(list_checkpoints(out_dir)), True
+    held = lock(out_dir) if rank == 0 and out_dir.is_dir() else None
 
     # ------------------------------------------------------------------------ device
     try:
@@ -447,17 +645,49 @@ def main():
         raise UserError(f"--device: {error}") from None
     # Large blocks of memory in huge pages: a step spends less time in page faults. For Linux.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if world_size > 1:
+        micro_batches(config, world_size)  # where they cannot share the batch, all see it
+        join_processes(device, rank, world_size)
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
+
+    # ------------------------------------------------------------------------ the run so far
+    state = None
+    if config.resume:
+        if rank == 0:
+            checkpoint, state = newest_state(out_dir)
+        step = agree(state["step"] if state else 0, world_size)
+        if rank > 0:
+            checkpoint = out_dir / f"checkpoint-{step}"
+            state = load_training_state(checkpoint)
+        config = resumed_config(state["config"], given, out_dir)
+        if state["step"] >= config.max_iters:
+            raise UserError(
+                f"{checkpoint} has all {state['step']} updates: give a higher --max_iters to go on"
+            )
+    elif not config.overwrite and list_checkpoints(out_dir):
+        raise UserError(
+            f"{out_dir} holds a run: --resume=True goes on with it, --overwrite=True deletes it, "
+            "--out_dir=... leaves it alone"
+        )
+    micro_batch_size, micro_steps = micro_batches(config, world_size)
+    sharded = config.fsdp and world_size > 1
     torch.manual_seed(config.seed)
     torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it; nothing on a CPU
 
     # ------------------------------------------------------------------------ data
     data = Path("data") / config.dataset
-    if config.dataset == "quickstart" and not data.exists():
+    if config.dataset == "quickstart" and not data.exists() and rank == 0:
         prepare(PrepareConfig())
+    agree(0, world_size)  # the others wait for it
     if not (data / "meta.json").is_file():
         raise UserError(
             f"{data} is not there: make it with python prepare.py YOUR.txt --name={config.dataset}"
+        )
+    fingerprint = sha256(data / "meta.json")
+    if state and state["data"] != fingerprint and not config.allow_changed_data:
+        raise UserError(
+            f"{data} is not what {out_dir} was trained on: prepare that again, or go on with "
+            "--allow_changed_data=True"
         )
     encoding = load_tokenizer(data)
     tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
@@ -477,7 +707,7 @@ def main():
                 f"{data}: the {split} split has {n} tokens, fewer than block_size + 1 = "
                 f"{config.block_size + 1}, a window and its targets: prepare more text{smaller}"
             )
-    val = np.asarray(val[: config.eval_tokens + 1] if config.eval_tokens else val)
+    val = val[: config.eval_tokens + 1] if config.eval_tokens else val
     token_bytes = bytes_per_token(encoding)
 
     # ------------------------------------------------------------------------ model
@@ -511,8 +741,8 @@ def main():
     vocab_size = model.config.vocab_size
     if encoding.n_vocab > vocab_size:
         raise UserError(f"{config.init_from}: {vocab_size} tokens, {data} has {encoding.n_vocab}")
-    check_ids(val, vocab_size, str(data / "val.npy"))
-    model.to(device).train()
+    for start in range(0, len(val), 1 << 20):
+        check_ids(val[start : start + (1 << 20)], vocab_size, str(data / "val.npy"))
     # A block of width 64 took 1.45 times as long in bfloat16 as in float32, a step at 128 0.56.
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = nullcontext()
@@ -523,60 +753,94 @@ def main():
         autocast = torch.autocast(device, getattr(torch, config.dtype), cache_enabled=cache)
     if config.recompute:
         recompute_blocks(model)
-    if config.compile == "auto":
-        config.compile = str(device == "cuda")
-    compiled = torch.compile(model) if config.compile == "True" else model
+    n_parameters = model.num_parameters()
+    if sharded and config.dtype == "float16":
+        raise UserError("--fsdp: float16's scale is not shared between shards; use another --dtype")
+    if sharded:
+        shard(model.train(), device, world_size)
+    else:
+        model.to(device).train()
+    parallel = model
+    if world_size > 1 and not sharded:
+        # The other name that PyTorch 2.13 warns about is not there before it.
+        warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+        parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    to_compile = device == "cuda" if config.compile == "auto" else config.compile == "True"
+    compiled = torch.compile(parallel) if to_compile else parallel
 
     # ------------------------------------------------------------------------ optimizer
     optimizers = configure_optimizers(model, config)
     scaler = torch.amp.GradScaler(device, enabled=config.dtype == "float16")
-    first_step, best = 0, math.inf
+    first_step, best, overflows = 0, math.inf, 0
+    # The sum of the training losses since the last evaluation, and of how many steps it is.
+    recent, recent_steps = torch.zeros((), device=device), 0
     if state:
-        for optimizer, its in zip(optimizers, state["optimizers"], strict=True):
-            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-            optimizer.load_state_dict(its)
-            for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)  # this configuration's, where a flag has changed them
-        if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
-            scaler.load_state_dict(state["scaler"])
-        first_step = state["step"]
-        best = min(read_loss(path) for path in list_checkpoints(out_dir))
-        if first_step >= config.max_iters:
-            raise UserError(
-                f"{checkpoint} has all {first_step} updates: give a higher --max_iters to go on"
-            )
+        try:
+            for optimizer, its in zip(optimizers, state["optimizers"], strict=True):
+                load_optimizer(optimizer, its)
+            if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
+                scaler.load_state_dict(state["scaler"])
+            first_step, best, overflows = state["step"], state["best"], state["overflows"]
+            recent += state["recent"]
+            recent_steps = state["recent_steps"]
+        except DAMAGED as error:
+            raise UserError(f"{checkpoint}/training_state.pt does not fit: {error}") from None
 
     # ------------------------------------------------------------------------ output folder
     def load_batch(step, micro_step):
-        x, y = get_batch(train, config, step, micro_step)
+        x, y = get_batch(train, config, step, micro_step, rank, world_size)
         check_ids(torch.stack([x, y]), vocab_size, str(data))
         if device == "cuda":
             x, y = x.pin_memory(), y.pin_memory()
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
-    load_batch(first_step, 0)  # bad data shows before anything is written
+    batches = ahead(load_batch, range(first_step, config.max_iters), micro_steps)
+    batches = itertools.chain([next(batches)], batches)  # bad data shows before anything is written
+    log_path = out_dir / "log.jsonl" if rank == 0 else Path(os.devnull)
     try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for path in list_checkpoints(out_dir) if config.overwrite else []:
-            shutil.rmtree(path)  # and nothing else that may lie in the folder
-        kept = []
-        if state and (out_dir / "log.jsonl").exists():  # what came after the checkpoint is redone
-            lines = (out_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-            whole = [line for line in lines if line.endswith("}")]  # a crash may have cut the last
-            kept = [line for line in whole if json.loads(line).get("step", 0) <= first_step]
-        log_file = (out_dir / "log.jsonl").open("w", encoding="utf-8")
+        if rank == 0:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            held = held or lock(out_dir)
+            for path in out_dir.glob(".checkpoint-*"):  # what a crash has left
+                shutil.rmtree(path)
+            for path in list_checkpoints(out_dir):
+                if state is None:
+                    delete(path)  # and nothing else that may lie in the folder
+                elif step_of(path) > first_step:  # damaged: it would count as the newest
+                    path.replace(path.with_name(f"damaged-{path.name}"))
+            if state and log_path.exists():
+                log_until(log_path, first_step)
+        log_file = log_path.open("a" if state else "w", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out_dir}: cannot be written: {error.strerror}") from None
-    log_file.writelines(f"{line}\n" for line in kept)
 
     def log(**entry):
-        log_file.write(json.dumps(entry) + "\n")
-        log_file.flush()
+        try:
+            log_file.write(json.dumps(entry) + "\n")
+            log_file.flush()
+        except OSError as error:
+            raise UserError(f"{log_path}: cannot be written: {error.strerror}") from None
 
-    tokens_per_step = config.batch_size * config.block_size * config.gradient_accumulation_steps
+    def save(metrics):
+        """A checkpoint of now; every process gives its shards, the first one writes."""
+        state = {"format": 1, "step": metrics["step"], "data": fingerprint}
+        state |= {"config": dataclasses.asdict(config), "scaler": scaler.state_dict()}
+        state |= {"best": best, "recent": recent.item(), "recent_steps": recent_steps}
+        state |= {"overflows": overflows, "optimizers": []}
+        for optimizer in optimizers:
+            its = optimizer.state_dict()["state"]
+            its = {i: {k: whole(v).cpu() for k, v in tensors.items()} for i, tensors in its.items()}
+            state["optimizers"].append(its)
+        its = whole_model(model) if sharded else model
+        if rank == 0:
+            os.fsync(log_file.fileno())
+            save_checkpoint(out_dir, its, tokenizer_json, state, metrics, config.keep_last)
+
+    tokens_per_step = micro_batch_size * config.block_size * micro_steps * world_size
     print(
-        f"{model.num_parameters():,} parameters, {tokens_per_step:,} tokens a step, "
+        f"{n_parameters:,} parameters, {tokens_per_step:,} tokens a step, "
         f"{config.max_iters:,} steps on {sum(map(len, train)):,} tokens; {device}, {config.dtype}"
+        + (f", {world_size} processes" if world_size > 1 else "")
         + (f", from step {first_step}" if state else ""),
         flush=True,
     )
@@ -586,15 +850,15 @@ def main():
 
     def stop(number, frame):
         stopped.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
+        if world_size == 1:  # torchrun passes on a Ctrl-C that has come here already
+            signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    hide = not sys.stderr.isatty()
+    hide = rank > 0 or not sys.stderr.isatty()
     bar = tqdm(total=config.max_iters, initial=first_step, unit="step", disable=hide, leave=False)
-    train_losses, logged_at, logged_step = [], time.perf_counter(), first_step
-    started = time.perf_counter()
-    batches = ahead(load_batch, first_step, config)
+    logged_at, logged_step = time.perf_counter(), first_step
+    started, exit_code = time.perf_counter(), 0
     for step in range(first_step, config.max_iters):
         lr = learning_rate_at(step, config)
         rates = (lr, lr * config.muon_lr / (config.learning_rate or 1))  # they move together
@@ -602,45 +866,59 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = rate
         step_loss = torch.zeros((), device=device)
-        for micro_step in range(config.gradient_accumulation_steps):
+        for micro_step in range(micro_steps):
             x, y = next(batches)
-            torch.manual_seed(hash((config.seed, step, micro_step)))  # dropout, of this step alone
+            # Dropout is a function of the micro-batch, wherever it is computed.
+            torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
+            if parallel is not model:  # DDP: gradients travel once, with the last micro-batch
+                parallel.require_backward_grad_sync = micro_step == micro_steps - 1
             with autocast:
                 loss = compiled(x, y, need_logits=not config.recompute)[1]
             # Micro-batches have equally many targets: the mean of their means is the batch's mean.
-            loss = loss / config.gradient_accumulation_steps
+            loss = loss / micro_steps
             step_loss += loss.detach()
             scaler.scale(loss).backward()
+        if world_size > 1:
+            dist.all_reduce(step_loss)
+            step_loss /= world_size
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        norm = whole(norm)
+        done = step + 1
+        due = done % config.log_interval == 0 or done == config.max_iters
+        if due or device == "cpu":  # elsewhere a look at each step would wait for the GPU
+            check_finite("the loss", step_loss.item(), done, config)
+            if not scaler.is_enabled():
+                check_finite("the gradient's norm", norm.item(), done, config)
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
         usable = not scaler.is_enabled() or math.isfinite(norm)
+        overflows += not usable
         for optimizer in optimizers:
             if usable:
                 scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-        train_losses.append(step_loss)
-        done = step + 1
-        last = done == config.max_iters or bool(stopped)
+        recent += step_loss
+        recent_steps += 1
 
-        if done % config.log_interval == 0 or last:
+        if due:
             loss = step_loss.item()
-            check_finite(loss, done, config)
             seconds = (time.perf_counter() - logged_at) / (done - logged_step)
             speed, left = tokens_per_step / seconds, seconds * (config.max_iters - done)
             entry = {"step": done, "loss": loss, "lr": lr, "norm": norm.item()}
             entry |= {"ms": 1000 * seconds, "tokens_per_s": speed}
             pace = f"{speed:,.0f} tokens/s"
-            mfu = flops_utilisation(speed, model.num_parameters(), gpu)
+            mfu = flops_utilisation(speed / world_size, n_parameters, gpu)
             if mfu is not None:
                 entry["mfu"] = mfu
                 pace += f", MFU {100 * mfu:.0f} %"
+            if scaler.is_enabled():
+                entry["overflows"] = overflows
             log(**entry)
             bar.update(done - bar.n)
             bar.set_postfix_str(f"loss {loss:.3f}, {pace}")
-            if hide and (done % (10 * config.log_interval) == 0 or last):
+            if hide and (done % (10 * config.log_interval) == 0 or done == config.max_iters):
                 print(
                     f"step {done}/{config.max_iters}: loss {loss:.3f}, lr {lr:.2e}, "
                     f"norm {norm:.2f}, {1000 * seconds:.0f} ms, {pace}, {left:.0f} s left",
@@ -648,36 +926,46 @@ def main():
                 )
             logged_at, logged_step = time.perf_counter(), done
 
-        if done % config.eval_interval == 0 or last:
+        if done % config.eval_interval == 0 or done == config.max_iters:
             paused = time.perf_counter()
             with autocast:
-                val_loss, bits = evaluate(compiled, val, token_bytes, config)
-            check_finite(val_loss, done, config)  # before a checkpoint is written
-            train_loss = torch.stack(train_losses).mean().item()
-            train_losses = []
+                val_loss, bits = evaluate(compiled, val, token_bytes, config, rank, world_size)
+            train_loss = recent.item() / recent_steps
+            check_finite("a loss", train_loss + val_loss, done, config)  # before it is saved
+            recent.zero_()
+            recent_steps = 0
             metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
             metrics["bits_per_byte"] = bits
             log(**metrics)
             mark = " (best)" if val_loss < best else ""
             best = min(best, val_loss)
-            lines = sample_lines(model, encoding, config, done)
+            lines = []
+            if rank == 0 or sharded:
+                lines = sample_lines(model, encoding, config, done)
             tqdm.write(
                 f"step {done}: training loss {train_loss:.4f}, validation loss {val_loss:.4f}, "
                 f"{bits:.4f} bits per byte{mark}" + "".join(f"\n  | {line}" for line in lines)
             )
             sys.stdout.flush()
-            state = {"step": done, "config": dataclasses.asdict(config)}
-            state |= {"optimizers": [its.state_dict() for its in optimizers]}
-            state |= {"scaler": scaler.state_dict()}
-            save_checkpoint(out_dir, model, tokenizer_json, state, metrics, config.keep_last)
+            save(metrics)
             logged_at += time.perf_counter() - paused  # evaluation is not the training's time
 
-        if stopped:
-            bar.close()
-            print(f"stopped at step {done}; go on with: --out_dir={out_dir} --resume=True")
-            return 128 + stopped[0]
+        signal_number = agree(stopped[0] if stopped else 0, world_size)
+        if signal_number:
+            if recent_steps:  # not saved just now
+                check_finite("a loss", recent.item(), done, config)
+                save({"step": done})
+            exit_code = 128 + signal_number
+            break
     bar.close()
-    print(f"{time.perf_counter() - started:.0f} s; next: python sample.py {out_dir}")
+    if exit_code:
+        print(f"stopped at step {done}; go on with: --out_dir={out_dir} --resume=True")
+    else:
+        print(f"{time.perf_counter() - started:.0f} s; next: python sample.py {out_dir}")
+    if world_size > 1:
+        sys.stdout.flush()
+        os._exit(exit_code)  # gloo's threads can abort an exit through the interpreter
+    return exit_code
 
 
 if __name__ == "__main__":

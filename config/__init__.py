@@ -18,7 +18,9 @@ import json
 import math
 import os
 import re
+import signal
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,13 +43,29 @@ def run(main: Callable[[], int | None]):
     try:
         sys.exit(main())
     except UserError as error:
-        line = " ".join(str(error).splitlines())  # a file's name may hold a newline
-        sys.exit(f"{Path(sys.argv[0]).name}: error: {line}")
+        _fail(str(error), 1)
+    except (MemoryError, RuntimeError) as error:  # PyTorch has RuntimeErrors for these
+        words = "out of memory" if isinstance(error, MemoryError) else str(error)
+        if re.search("out of memory|not enough memory|can't allocate memory", words):
+            _fail("out of memory: a smaller batch, window or model takes less", 1)
+        if re.search("Connection (closed|reset) by peer", words):
+            _fail("another of the processes has ended; see what it wrote", 1)
+        raise
     except BrokenPipeError:  # `sample.py | head`: the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _fail(message, code):
+    """End with a line on standard error. Of several processes the first one speaks for all."""
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)  # torchrun ends this process meanwhile, unless the mistake is here alone
+    line = " ".join(message.splitlines())  # a file's name may hold a newline
+    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def load(
@@ -131,12 +149,13 @@ def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
 
 
 def read_loss(checkpoint: Path) -> float:
-    """The validation loss of a checkpoint. Raises UserError where its metrics.json is damaged."""
+    """The validation loss of a checkpoint; infinite where a run was stopped between evaluations, or
+    its metrics.json is damaged."""
     try:
         metrics = json.loads((checkpoint / "metrics.json").read_text(encoding="utf-8"))
         return float(metrics["val_loss"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / 'metrics.json'} is damaged: {error!r}") from None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return math.inf
 
 
 def check(cls: type, name: str, value: Any, where: str) -> Any:
@@ -165,7 +184,7 @@ class _Parser(argparse.ArgumentParser):
         hint = "; see --help"
         if "expected one argument" in message:
             hint = ", such as --FLAG=VALUE, the form that a value with a leading - needs"
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{hint}\n")
+        _fail(f"{message}{hint}", 2)
 
 
 def _comments(cls):

@@ -6,10 +6,6 @@ import json
 import math
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -95,8 +91,7 @@ def test_processes_and_accumulation_share_the_same_windows():
 
 
 def test_batches_made_ahead_are_those_asked_for_in_order():
-    config = TrainConfig(max_iters=7, gradient_accumulation_steps=3)
-    asked = list(ahead(lambda step, micro_step: (step, micro_step), 5, config))
+    asked = list(ahead(lambda step, micro_step: (step, micro_step), range(5, 7), 3))
     assert asked == [(5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (6, 2)]
 
 
@@ -106,7 +101,7 @@ def test_an_error_in_a_batch_made_ahead_reaches_the_loop():
             raise UserError("bad data")
         return step
 
-    batches = ahead(load, 0, TrainConfig(max_iters=4))
+    batches = ahead(load, range(4), 1)
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(UserError, match="bad data"):
         next(batches)
@@ -262,11 +257,11 @@ def test_a_run_makes_exactly_max_iters_updates_and_checkpoints(trained):
     files = {path.name for path in (run / "checkpoint-20").iterdir()}
     assert files == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "training_state.pt", "metrics.json",
+        "training_state.pt", "metrics.json", "checksums.json",
     }  # fmt: skip
     state = torch.load(run / "checkpoint-20" / "training_state.pt", weights_only=True)
     assert state["step"] == 20
-    assert all(entry["step"] == 20 for entry in state["optimizers"][0]["state"].values())
+    assert all(entry["step"] == 20 for entry in state["optimizers"][0].values())
     log = read_log(run)
     assert [entry["step"] for entry in log if "val_loss" in entry] == [10, 20]
     assert log[-1]["val_loss"] < math.log(30)
@@ -297,35 +292,6 @@ def test_logged_loss_of_accumulation_is_the_mean_over_micro_batches(trained, tmp
 
 def weights(run, step):
     return load_file(run / f"checkpoint-{step}" / "model.safetensors")
-
-
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(trained, tmp_path):
-    copy_data(trained, tmp_path)
-    common = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
-    common += ["--max_iters=400", "--eval_interval=400", "--optimizer=muon"]
-    output_of("train.py", *common, "--out_dir=out/whole", cwd=tmp_path)
-    run = tmp_path / "out" / "parts"
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "train.py", *common, "--out_dir=out/parts"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # as run_script
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    deadline = time.monotonic() + 60
-    while not (run / "log.jsonl").exists() or "loss" not in (run / "log.jsonl").read_text():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM and b"--resume=True" in output
-    (checkpoint,) = list_checkpoints(run)
-    assert 0 < int(checkpoint.name.removeprefix("checkpoint-")) < 400
-    output_of("train.py", "--out_dir=out/parts", "--resume=True", cwd=tmp_path)
-    a, b = (weights(tmp_path / "out" / name, 400) for name in ("whole", "parts"))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    logged = [e["step"] for e in read_log(run) if "lr" in e]
-    assert logged == sorted(set(logged)) and logged[-1] == 400
 
 
 def test_a_resumed_run_keeps_its_sizes(trained):
@@ -363,22 +329,6 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(trained, tmp_path):
     error = process.stderr.decode()
     assert process.returncode == 1 and "--learning_rate" in error and error.count("\n") == 1
     assert list_checkpoints(tmp_path / "out" / "mine") == []
-
-
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
-def test_a_damaged_training_state_is_named(trained, tmp_path, damage):
-    copy_data(trained, tmp_path)
-    shutil.copytree(trained / "out", tmp_path / "out")
-    file = tmp_path / "out" / "mine" / "checkpoint-20" / "training_state.pt"
-    content = file.read_bytes()
-    if damage == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(content[: 0 if damage == "empty" else len(content) // 2])
-    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=30"]
-    process = run_script("train.py", *arguments, cwd=tmp_path)
-    error = process.stderr.decode()
-    assert process.returncode == 1 and "training_state.pt" in error and error.count("\n") == 1
 
 
 def test_a_model_of_another_tokenizer_is_refused(trained, tmp_path):

@@ -1,0 +1,216 @@
+"""Several processes against one: the same weights, losses and checkpoints, and clean ends."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import ROOT, TINY, run_script
+from train import TrainConfig, list_checkpoints, micro_batches
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this PyTorch is built without torch.distributed"
+)
+FLAGS = ["--dataset=mine", *TINY, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
+TORCHRUN = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+# train.py in float64: what is left are the orders in which numbers are added.
+FLOAT64 = """
+import sys, torch
+sys.path.insert(0, {root!r})
+torch.set_default_dtype(torch.float64)
+import train
+train.run(train.main)
+"""
+# train.py, in which the second process dies by itself in its first life.
+MORTAL = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import train
+rate = train.learning_rate_at
+def learning_rate_at(step, config):
+    if step == 14 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rate(step, config)
+train.learning_rate_at = learning_rate_at
+train.run(train.main)
+"""
+
+
+@pytest.fixture
+def here(trained, tmp_path):
+    """A directory with data/mine and the scripts FLOAT64 and MORTAL."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+    (tmp_path / "float64.py").write_text(FLOAT64.format(root=str(ROOT)))
+    (tmp_path / "mortal.py").write_text(MORTAL.format(root=str(ROOT)))
+    return tmp_path
+
+
+def torchrun(script, *arguments, cwd, options=()):
+    """Two processes of a script in the background."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *options, *TORCHRUN, script, *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, output
+    return output
+
+
+def weights(run, step=20):
+    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
+
+
+def losses(run):
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [e["loss"] for e in log if "loss" in e], [e["val_loss"] for e in log if "val_loss" in e]
+
+
+def largest_difference(a, b):
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize(
+    "batch, accumulation, processes, expected",
+    [
+        (8, 1, 1, (8, 1)),
+        (8, 1, 2, (4, 1)),
+        (4, 2, 2, (4, 1)),
+        (4, 6, 3, (4, 2)),
+        (4, 3, 2, (3, 2)),
+        (5, 2, 2, (5, 1)),
+    ],
+)
+def test_processes_share_an_update_in_micro_batches(batch, accumulation, processes, expected):
+    config = TrainConfig(batch_size=batch, gradient_accumulation_steps=accumulation)
+    assert micro_batches(config, processes) == expected
+
+
+def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here):
+    split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
+    two = [
+        torchrun("float64.py", *FLAGS, *split, f"--out_dir=out/{name}", *more, cwd=here)
+        for name, more in (("ddp", []), ("fsdp", ["--fsdp"]))
+    ]
+    for name, more in (("one", ["--batch_size=8"]), ("accumulated", split)):
+        process = run_script(here / "float64.py", *FLAGS, *more, f"--out_dir=out/{name}", cwd=here)
+        assert process.returncode == 0, process.stderr
+    for process in two:
+        assert "2 processes" in finish(process)
+    one = weights(here / "out" / "one")
+    assert all(tensor.dtype == torch.float64 for tensor in one.values())
+    for name in ("accumulated", "ddp", "fsdp"):
+        assert largest_difference(one, weights(here / "out" / name)) < 1e-12, name
+        for ours, others in zip(
+            losses(here / "out" / "one"), losses(here / "out" / name), strict=True
+        ):
+            assert ours == pytest.approx(others, abs=1e-12)
+
+
+def test_a_run_moves_between_one_process_ddp_and_fsdp(trained, here):
+    """In float32, with the checkpoints of each opened by the next."""
+    process = run_script("train.py", *FLAGS, "--max_iters=40", "--out_dir=out/one", cwd=here)
+    assert process.returncode == 0, process.stderr
+    run = here / "out" / "moved"
+    arguments = ["--out_dir=out/moved", "--max_iters=40"]
+    for step, two, more in (
+        (10, True, ["--fsdp=True"]),
+        (20, False, ["--fsdp=False"]),
+        (30, True, []),
+        (40, True, ["--fsdp=True"]),
+    ):
+        # Each part believes that it is the whole run, and is stopped by what comes after it.
+        flags = [*arguments, *more, *([*FLAGS, "--max_iters=40"] if step == 10 else ["--resume"])]
+        if two:
+            finish(torchrun(ROOT / "train.py", *flags, cwd=here))
+        else:
+            process = run_script("train.py", *flags, cwd=here)
+            assert process.returncode == 0, process.stderr
+        for path in list_checkpoints(run):
+            if int(path.name.removeprefix("checkpoint-")) > step and step < 40:
+                shutil.rmtree(path)
+    for ours, others in zip(losses(here / "out" / "one"), losses(run), strict=True):
+        assert ours == pytest.approx(others, abs=1e-5)
+
+
+def test_torchrun_that_is_stopped_saves_and_goes_on(here):
+    run = here / "out" / "run"
+    arguments = [*FLAGS, "--max_iters=100000", "--eval_interval=100000", "--out_dir=out/run"]
+    process = torchrun(ROOT / "train.py", *arguments, cwd=here)
+    deadline = time.monotonic() + 100
+    while not (run / "log.jsonl").exists() or "loss" not in (run / "log.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    stopped = re.search(r"stopped at step (\d+); go on with: --out_dir=out/run", output)
+    assert stopped and output.count("stopped at step") == 1
+    assert list_checkpoints(run)[-1].name == f"checkpoint-{stopped[1]}"
+    process = run_script(
+        "train.py", "--out_dir=out/run", "--resume", f"--max_iters={int(stopped[1]) + 5}", cwd=here
+    )
+    assert process.returncode == 0, process.stderr
+
+
+def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
+    arguments = [*FLAGS, "--eval_interval=5"]
+    whole = torchrun(ROOT / "train.py", *arguments, "--out_dir=out/whole", cwd=here)
+    restarted = torchrun(
+        "mortal.py", *arguments, "--out_dir=out/restarted", cwd=here, options=["--max-restarts=1"]
+    )
+    finish(whole)
+    output = finish(restarted)
+    assert "from step 10" in output
+    assert largest_difference(weights(here / "out/whole"), weights(here / "out/restarted")) == 0
+    started = time.monotonic()
+    finish(torchrun("mortal.py", *arguments, "--out_dir=out/dead", cwd=here), code=1)
+    assert time.monotonic() - started < 60  # 30 and the start of a busy machine
+    assert list_checkpoints(here / "out" / "dead")[-1].name == "checkpoint-10"
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--batch_size=5"], ["--batch_size=5", "2 processes"]),
+        (["--dataset=nix"], ["data/nix"]),
+        (["--n_layer=two"], ["--n_layer", "'two'"]),
+    ],
+)
+def test_a_mistake_is_one_line_of_the_first_process(here, arguments, named):
+    process = torchrun(ROOT / "train.py", *FLAGS, *arguments, cwd=here)
+    output, _ = process.communicate(timeout=60)
+    lines = [line for line in output.splitlines() if "error:" in line]
+    assert process.returncode != 0 and len(lines) == 1, output
+    assert all(word in lines[0] for word in named)
+    assert 'train.py", line' not in output  # no traceback of ours
+    assert not (here / "out").exists()
+
+
+def test_a_port_in_use_is_one_line(here):
+    """Started by hand, without torchrun: the first process listens where another does already."""
+    import socket
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        process = run_script("train.py", *FLAGS, cwd=here, **environment, MASTER_PORT=str(port))
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1, error
+    assert str(port) in error and "cannot join" in error

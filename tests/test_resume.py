@@ -1,0 +1,303 @@
+"""Nothing is lost: runs that are stopped, killed, damaged or locked, and what they resume to."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from config import UserError
+from model import GPT, GPTConfig
+from tests.conftest import ROOT, TINY, output_of, run_script
+from train import (
+    TrainConfig,
+    configure_optimizers,
+    list_checkpoints,
+    load_optimizer,
+    load_training_state,
+    lock,
+    log_until,
+    newest_state,
+)
+
+COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
+
+
+def numbers(run):
+    """The log without its times."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in e.items() if k not in ("ms", "tokens_per_s")} for e in lines]
+
+
+def assert_equal_runs(a, b, step):
+    """Weights, optimizer state and logged numbers are the same, bit for bit."""
+    assert numbers(a) == numbers(b)
+    a, b = (run / f"checkpoint-{step}" for run in (a, b))
+    weights = [load_file(path / "model.safetensors") for path in (a, b)]
+    states = [load_training_state(path) for path in (a, b)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for its, others in zip(*(state["optimizers"] for state in states), strict=True):
+        assert its.keys() == others.keys()
+        for i in its:
+            assert its[i].keys() == others[i].keys()
+            assert all(torch.equal(its[i][name], others[i][name]) for name in its[i])
+    assert all(states[0][key] == states[1][key] for key in ("best", "recent", "recent_steps"))
+
+
+@pytest.fixture
+def here(trained, tmp_path):
+    """A directory with data/mine in which to train."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+    return tmp_path
+
+
+@pytest.fixture
+def finished(trained, here):
+    """The same with out/mine, of 20 steps with checkpoints at 10 and 20."""
+    shutil.copytree(trained / "out", here / "out")
+    return here
+
+
+def start(*arguments, cwd):
+    """train.py in the background, from when it has logged something."""
+    run = cwd / next(a for a in arguments if "--out_dir" in a).removeprefix("--out_dir=")
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while not (run / "log.jsonl").exists() or "loss" not in (run / "log.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+# ---------------------------------------------------------------- stopped and killed
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts twenty trainings by fork")
+def test_a_run_killed_twenty_times_equals_an_uninterrupted_one(here):
+    flags = [*COMMON, "--max_iters=300", "--log_interval=5", "--optimizer=muon"]
+    output_of("train.py", *flags, "--out_dir=out/whole", cwd=here)
+    arguments = ["20", "out/parts", *flags, "--out_dir=out/parts"]
+    kills, while_writing = map(int, output_of("tests/killer.py", *arguments, cwd=here).split())
+    assert kills == 20 and while_writing > 0
+    assert_equal_runs(here / "out" / "whole", here / "out" / "parts", 300)
+
+
+@pytest.mark.parametrize("number, optimizer", [("SIGTERM", "muon"), ("SIGINT", "adamw")])
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(here, number, optimizer):
+    flags = [*COMMON, "--max_iters=400", "--eval_interval=150", f"--optimizer={optimizer}"]
+    output_of("train.py", *flags, "--out_dir=out/whole", cwd=here)
+    process = start(*flags, "--out_dir=out/parts", cwd=here)
+    process.send_signal(getattr(signal, number))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + getattr(signal, number)
+    assert b"go on with: --out_dir=out/parts --resume=True" in output
+    stopped = list_checkpoints(here / "out" / "parts")[-1]
+    assert 0 < int(stopped.name.removeprefix("checkpoint-")) < 400
+    output_of("sample.py", stopped, "--max_new_tokens=5", cwd=here)
+    output_of("train.py", "--out_dir=out/parts", "--resume=True", cwd=here)
+    assert_equal_runs(here / "out" / "whole", here / "out" / "parts", 400)
+
+
+def test_evaluation_logging_and_checkpoints_change_no_weight(here):
+    runs = []
+    for name, often in (("rarely", 1000), ("often", 3)):
+        output_of("train.py", *COMMON, f"--eval_interval={often}", f"--log_interval={often}",
+                  f"--out_dir=out/{name}", "--keep_last=1", cwd=here)  # fmt: skip
+        runs.append(load_file(here / "out" / name / "checkpoint-20" / "model.safetensors"))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="limits the size of files by setrlimit")
+def test_a_disk_that_fills_leaves_what_was_there(finished):
+    """A limit on the size of files, which the weights pass and the optimizer's state does not."""
+    import resource
+
+    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=40"]
+    process = subprocess.run(
+        [sys.executable, ROOT / "train.py", *arguments],
+        cwd=finished,
+        capture_output=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (35000, 35000)),
+    )
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1
+    assert "checkpoint-30: cannot be written" in error and "File too large" in error
+    run = finished / "out" / "mine"
+    names = {path.name for path in run.iterdir()}
+    assert names == {"checkpoint-10", "checkpoint-20", "log.jsonl", ".lock"}
+    output_of("train.py", *arguments, cwd=finished)
+    assert list_checkpoints(run)[-1].name == "checkpoint-40"
+
+
+def test_a_loss_that_is_not_finite_leaves_the_checkpoints(finished):
+    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=60", "--learning_rate=1e30"]
+    process = run_script("train.py", *arguments, "--grad_clip=0", cwd=finished)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1
+    assert "at step 22" in error and "--learning_rate=1e+30" in error
+    output_of("train.py", "--out_dir=out/mine", "--resume=True", "--max_iters=30", cwd=finished)
+
+
+# ---------------------------------------------------------------- what may change
+
+
+def test_flags_win_over_the_run_and_are_told(finished):
+    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=25", "--learning_rate=5e-3"]
+    output = output_of("train.py", *arguments, cwd=finished)
+    assert "max_iters: 25 from now on; it was 20" in output
+    assert "learning_rate: 0.005 from now on; it was 0.01" in output
+    state = load_training_state(finished / "out" / "mine" / "checkpoint-25")
+    assert (state["config"]["learning_rate"], state["config"]["n_embd"]) == (5e-3, 16)
+
+
+def test_changed_data_is_refused_unless_allowed(finished):
+    meta = finished / "data" / "mine" / "meta.json"
+    meta.write_text(meta.read_text().replace('"sha256": "', '"sha256": "0'))
+    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=30"]
+    process = run_script("train.py", *arguments, cwd=finished)
+    assert process.returncode == 1 and b"--allow_changed_data=True" in process.stderr
+    assert process.stderr.count(b"\n") == 1
+    output_of("train.py", *arguments, "--allow_changed_data", cwd=finished)
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "one bit flipped"])
+@pytest.mark.parametrize(
+    "name", ["training_state.pt", "model.safetensors", "config.json", "checksums.json"]
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, capsys, name, damage):
+    run = finished / "out" / "mine"
+    file = run / "checkpoint-20" / name
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "one bit flipped":
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+    else:
+        file.write_bytes(content[: 0 if damage == "empty" else len(content) // 2])
+    checkpoint, state = newest_state(run)
+    assert checkpoint.name == "checkpoint-10" and state["step"] == 10
+    error = capsys.readouterr().err
+    assert "checkpoint-20 is damaged: " in error and error.count("\n") == 1
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(trained, finished):
+    run = finished / "out" / "mine"
+    (run / "checkpoint-20" / "model.safetensors").write_bytes(b"")
+    (run / ".checkpoint-15.writing").mkdir()
+    process = run_script("train.py", "--out_dir=out/mine", "--resume=True", cwd=finished)
+    assert process.returncode == 0 and b"checkpoint-20 is damaged" in process.stderr
+    assert_equal_runs(trained / "out" / "mine", run, 20)
+    assert (run / "damaged-checkpoint-20").is_dir() and not list(run.glob(".checkpoint-*"))
+
+
+def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):
+    class Evil:
+        def __reduce__(self):
+            return (os.system, (f"touch {finished}/ran",))
+
+    run = finished / "out" / "mine"
+    shutil.rmtree(run / "checkpoint-10")
+    file = run / "checkpoint-20" / "training_state.pt"
+    for content in (pickle.dumps(Evil()), pickle.dumps({"format": 1, "step": Evil()})):
+        file.write_bytes(content)
+        pickle.loads(content)  # a proof that it would
+        assert (finished / "ran").exists()
+        (finished / "ran").unlink()
+        torch.save({"format": 1, "step": Evil()}, file)
+        sums = json.loads((run / "checkpoint-20" / "checksums.json").read_text())
+        sums[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        (run / "checkpoint-20" / "checksums.json").write_text(json.dumps(sums))
+        arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=30"]
+        process = run_script("train.py", *arguments, cwd=finished)
+        assert process.returncode == 1 and b"checkpoint-20 is damaged" in process.stderr
+        assert b"Traceback" not in process.stderr and not (finished / "ran").exists()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_optimizer_state_that_does_not_fit_is_refused(optimizer):
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[1].backward()
+    its = configure_optimizers(model, TrainConfig(optimizer=optimizer))[-1]
+    its.step()
+    good = its.state_dict()["state"]
+    load_optimizer(its, good)
+    name = "momentum_buffer" if optimizer == "muon" else "exp_avg"
+    for bad in (
+        {},
+        dict(list(good.items())[1:]),
+        good | {0: {}},
+        good | {0: good[0] | {"more": torch.zeros(1)}},
+        good | {0: good[0] | {name: torch.zeros(1)}},
+        good | {0: good[0] | {name: good[0][name].long()}},
+    ):
+        with pytest.raises(ValueError, match="state"):
+            load_optimizer(its, bad)
+
+
+def test_a_log_that_a_crash_cut_off_goes_on_whole(tmp_path):
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"step": 1}\n[1]\n{"step": 2}\n{"step": "x"}\n{"step": 3}\n{"step": 2, "lo')
+    log_until(file, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+
+
+# ---------------------------------------------------------------- one writer
+
+
+def test_two_trainings_in_one_folder_are_refused_and_a_crash_leaves_no_lock(here):
+    flags = [*COMMON, "--max_iters=100000", "--out_dir=out/run"]
+    process = start(*flags, cwd=here)
+    try:
+        for more in ([], ["--overwrite"], ["--resume"]):
+            second = run_script("train.py", *flags, *more, cwd=here)
+            assert second.returncode == 1 and b"another training" in second.stderr
+            assert second.stderr.count(b"\n") == 1
+    finally:
+        process.kill()
+        process.communicate()
+    lock(here / "out" / "run").release()
+
+
+def test_a_lock_is_for_one(tmp_path):
+    held = lock(tmp_path)
+    with pytest.raises(UserError, match="another training"):
+        lock(tmp_path)
+    held.release()
+    lock(tmp_path).release()
+
+
+# ---------------------------------------------------------------- the curve
+
+
+def test_the_loss_curve_is_as_committed(here):
+    """A change of initialisation, batches, schedule or optimizer shows here; if it is meant, the
+    figures are made anew. Float32 and one thread, so that processors differ little."""
+    flags = ["--dataset=mine", *TINY, "--max_iters=50", "--log_interval=10", "--weight_decay=0.1"]
+    expected = json.loads((ROOT / "tests" / "curves.json").read_text())
+    for optimizer in ("adamw", "muon"):
+        arguments = [*flags, f"--optimizer={optimizer}", f"--out_dir=out/{optimizer}"]
+        output_of("train.py", *arguments, cwd=here)
+        log = numbers(here / "out" / optimizer)
+        losses = [e["loss"] for e in log if "loss" in e] + [log[-1]["val_loss"]]
+        assert losses == pytest.approx(expected[optimizer], abs=1e-4)
