@@ -5,12 +5,17 @@
     echo "To be" | python sample.py out/shakespeare_char --prompt -
     python sample.py out/mine --prompts questions.txt --stop "\\n"
     python sample.py gpt2 --interactive --compile
+    python sample.py out/mine --prompt "The" --explain page.html  # probabilities and attention
 
 The text goes to standard output as it is drawn, everything else to standard error.
 """
 
+import base64
 import codecs
+import copy
+import json
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +28,10 @@ from model import GPT, checkpoint_directory, pick_device, pick_dtype
 from prepare import encode, load_tokenizer, start_token
 
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
+PAGE_TOKENS = 256  # on a page of --explain at most
+PAGE_WEIGHTS = 5_000_000  # of attention, 2 bytes each: deep models show fewer tokens
+TEMPLATE = Path(__file__).parent / "docs" / "explain_template.html"
+SYMBOLS = {" ": "·", "\n": "↵", "\t": "→"}
 
 
 @dataclass
@@ -42,6 +51,7 @@ class SampleConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
     compile: bool = False  # torch.compile; pays for long texts or many, and says what it took
+    explain: str = ""  # write a page.html with the probabilities and the attention of each token
 
     def __post_init__(self):
         for name, allowed, rule in (
@@ -57,6 +67,10 @@ class SampleConfig:
                 raise UserError(f"--{name}={getattr(self, name)}: {rule}")
         if bool(self.prompt) + bool(self.prompts) + self.interactive > 1:
             raise UserError("--prompt, --prompts and --interactive exclude each other: give one")
+        if self.explain and (self.prompts or self.interactive or self.num_samples > 1):
+            raise UserError("--explain is for one text: not with --prompts, --interactive, samples")
+        if self.explain and Path(self.explain).suffix.lower() not in (".html", ".htm"):
+            raise UserError(f"--explain {self.explain}: give a name that ends in .html")
         self.stop = tuple(text.replace("\\n", "\n") for text in self.stop)
         if "" in self.stop:
             raise UserError("--stop '': give a text that is not empty")
@@ -230,6 +244,7 @@ def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
 
     The first text appears token by token; the others go on from where they are when the one before
     has ended. Sample i of a prompt is drawn with seed + i, whatever stands beside it in the batch.
+    Returns the token ids of each row: of its prompt, and those drawn.
     """
     rows, texts, generators = [], [], []
     for number, prompt in enumerate(prompts, start=1):
@@ -245,6 +260,7 @@ def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
             rows.append(ids)
             texts.append(prompt)  # what of this row is not printed yet
             generators.append(torch.Generator(config.device).manual_seed(config.seed + i))
+    drawn = [[] for _ in rows]
     streams = [TextStream(config.stop) for _ in rows]
     finished = [False] * len(rows)
     end_of_text = encoding._special_tokens.values()
@@ -277,18 +293,117 @@ def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
         for row, id in enumerate(token.tolist()):
             if finished[row]:
                 continue
+            drawn[row].append(id)
             ended = id in end_of_text
             raw = b"" if ended else encoding.decode_single_token_bytes(id)
             texts[row] += streams[row].feed(raw, final=ended)
             finished[row] = ended or streams[row].stopped
         print_ready()
         if all(finished):
-            return
+            break
     for row, stream in enumerate(streams):
         if not finished[row]:
             texts[row] += stream.feed(b"", final=True)
             finished[row] = True
     print_ready()
+    return rows, drawn
+
+
+# ---------------------------------------------------------------------------- explanation
+
+
+def visible(raw: bytes) -> str:
+    """A token as a label: white space as symbols, what has no look by its number.
+
+    >>> visible(b" caf\xc3\xa9\n"), visible(b"\xe2\x80"), visible("\u202e".encode())
+    ('·café↵', '\\xe2\\x80', 'U+202E')
+    """
+    text = raw.decode("utf-8", "backslashreplace")
+    return "".join(SYMBOLS.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
+
+
+@torch.no_grad()
+def explain(model: GPT, encoding, ids: list[int], n_prompt: int) -> dict:
+    """What the page shows of a text whose first n_prompt ids are the prompt, by one forward pass.
+
+    Of T tokens: probabilities and ranks (T - 1,) of each but the first, given those before it
+    (temperature 1, no filter); alternatives, the ten likeliest in its place as [label, probability,
+    whether it is the token itself]; attention, base64 of 65535 times the lower triangles of
+    attention_weights in uint16 (n_layer, n_head, T (T + 1) / 2).
+    """
+    n_layer, n_head = model.config.n_layer, model.config.n_head
+    fit = int((2 * PAGE_WEIGHTS / n_layer / n_head) ** 0.5)
+    room = min(PAGE_TOKENS, model.config.block_size, fit)
+    # From the beginning, so that each token has what it had when it was drawn; of a prompt that
+    # takes more than half of the page, only its end where the text does not fit.
+    start = max(0, min(n_prompt - room // 2, len(ids) - room))
+    shown = ids[start : start + room]
+    T = len(shown)
+    weights = []  # n_layer times (1, nh, T, T)
+    hooks = [
+        block.attn.register_forward_pre_hook(
+            lambda attn, args: weights.append(attn.attention_weights(*args))
+        )
+        for block in model.h
+    ]
+    idx = torch.tensor([shown], device=model.wte.weight.device)
+    logits, _ = model(idx)
+    for hook in hooks:
+        hook.remove()
+
+    logits = logits[0, :-1].masked_fill(~model.drawable, float("-inf"))
+    probs = logits.softmax(dim=-1)  # (T - 1, V)
+    own = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
+    top = probs.topk(min(10, int(model.drawable.sum())))
+    triangle = torch.cat(weights)[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
+    codes = (65535 * triangle).round().cpu().numpy().astype("<u2")
+
+    def label(id):
+        return visible(encoding.decode_single_token_bytes(id))
+
+    return {
+        "n_layer": n_layer,
+        "n_head": n_head,
+        "n_prompt": n_prompt - start,
+        "omitted": {"before": start, "after": len(ids) - start - T},
+        "tokens": [label(id) for id in shown],
+        "probabilities": own[:, 0].tolist(),
+        "ranks": ((probs > own).sum(dim=1) + 1).tolist(),
+        "alternatives": [
+            [[label(id), p, id == itself] for id, p in zip(row, values, strict=True)]
+            for row, values, itself in zip(
+                top.indices.tolist(), top.values.tolist(), shown[1:], strict=True
+            )
+        ],
+        "attention": base64.b64encode(codes.tobytes()).decode(),
+    }
+
+
+def check_page(path: Path):
+    """Raises UserError where a page cannot be written: before anything is computed for it."""
+    if path.is_dir():
+        raise UserError(f"--explain {path}: a directory; give the name of a page")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UserError(f"--explain {path}: cannot be written: {error.strerror}") from None
+
+
+def write_page(path: Path, data: dict):
+    """Write what explain returns as HTML, whole or not at all; an older page gives way.
+
+    Raises UserError where it cannot be written."""
+    text = json.dumps(data)  # ASCII
+    for character in "<>&":  # so that no token ends the script element or begins another
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    html = TEMPLATE.read_text(encoding="utf-8").replace("__DATA__</script>", f"{text}</script>")
+    temporary = path.with_name(f".{path.name}")
+    try:
+        temporary.write_text(html, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"--explain {path}: cannot be written: {error.strerror}") from None
 
 
 def main():
@@ -297,6 +412,8 @@ def main():
         config.device = pick_device(config.device)
     except ValueError as error:
         raise UserError(f"--device: {error}") from None
+    if config.explain:
+        check_page(Path(config.explain))
     prompts = [] if config.interactive else read_prompts(config)
     checkpoint = find_checkpoint(config.run)
     encoding = load_tokenizer(checkpoint)
@@ -305,6 +422,7 @@ def main():
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise UserError(f"{checkpoint}: cannot be opened: {str(error).splitlines()[0]}") from None
     wide = model.config.n_embd >= WIDE
+    original = copy.deepcopy(model) if config.explain else None  # in float32, its layers untouched
     dtype = pick_dtype(config.dtype, config.device, wide)
     model.to(config.device, getattr(torch, dtype))
     size = f"{model.num_parameters():,} parameters"
@@ -314,7 +432,12 @@ def main():
     elif config.device == "cpu" and wide and dtype != "float16":
         use_onednn(model)
     if not config.interactive:
-        return write_texts(model, encoding, prompts, config)
+        rows, drawn = write_texts(model, encoding, prompts, config)
+        if config.explain:
+            data = explain(original, encoding, rows[0] + drawn[0], len(rows[0]))
+            write_page(Path(config.explain), {"model": str(checkpoint)} | data)
+            print(f"{config.explain}: open it in a browser", file=sys.stderr)
+        return None
     print("a prompt, then Enter; an empty line ends", file=sys.stderr)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
