@@ -68,7 +68,8 @@ class SampleConfig:
         if bool(self.prompt) + bool(self.prompts) + self.interactive > 1:
             raise UserError("--prompt, --prompts and --interactive exclude each other: give one")
         if self.explain and (self.prompts or self.interactive or self.num_samples > 1):
-            raise UserError("--explain is for one text: not with --prompts, --interactive, samples")
+            others = "--prompts, --interactive or --num_samples"
+            raise UserError(f"--explain {self.explain}: for one text, so not with {others}")
         if self.explain and Path(self.explain).suffix.lower() not in (".html", ".htm"):
             raise UserError(f"--explain {self.explain}: give a name that ends in .html")
         self.stop = tuple(text.replace("\\n", "\n") for text in self.stop)
@@ -315,8 +316,8 @@ def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
 def visible(raw: bytes) -> str:
     """A token as a label: white space as symbols, what has no look by its number.
 
-    >>> visible(b" caf\xc3\xa9\n"), visible(b"\xe2\x80"), visible("\u202e".encode())
-    ('·café↵', '\\xe2\\x80', 'U+202E')
+    >>> visible(b" caf\\xc3\\xa9\\n"), visible(b"\\xe2\\x80"), visible(b"\\0")
+    ('·café↵', '\\\\xe2\\\\x80', 'U+0000')
     """
     text = raw.decode("utf-8", "backslashreplace")
     return "".join(SYMBOLS.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
