@@ -46,6 +46,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch.distributed.rendezvous import rendezvous
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
@@ -403,8 +404,12 @@ def join_processes(device: str, rank: int, world_size: int):
     try:
         if device == "cuda":
             torch.cuda.set_device(local_rank)
+        store, _, _ = next(rendezvous("env://"))
+        # torchrun's store outlives a restart, and has the addresses of processes that are gone.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         # Decisions travel between CPUs also where gradients do not, so that no GPU waits for them.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:  # a port or a GPU in use, a machine not reached
         reason = str(error).partition("\n")[0]
         raise UserError(f"process {rank} of {world_size} cannot join: {reason}") from None

@@ -127,7 +127,7 @@ def test_a_run_moves_between_one_process_ddp_and_fsdp(trained, here):
     process = run_script("train.py", *FLAGS, "--max_iters=40", "--out_dir=out/one", cwd=here)
     assert process.returncode == 0, process.stderr
     run = here / "out" / "moved"
-    arguments = ["--out_dir=out/moved", "--max_iters=40"]
+    arguments = ["--out_dir=out/moved", "--keep_last=9"]
     for step, two, more in (
         (10, True, ["--fsdp=True"]),
         (20, False, ["--fsdp=False"]),
