@@ -6,7 +6,8 @@
     python train.py --out_dir=out/gpt2 --resume=True   # go on from its newest checkpoint
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
-writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt) and log.jsonl.
+writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl, and
+where matplotlib and TensorBoard are installed loss.png and tensorboard/.
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101; cosine decay,
@@ -95,6 +96,7 @@ class TrainConfig:
     vocab_multiple: int = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     fsdp: bool = False  # shard the model over the processes, for one too large for a GPU
     allow_changed_data: bool = False  # resume although the dataset is not what it was
+    wandb: bool = False  # send the curves to Weights & Biases
 
     def __post_init__(self):
         for name in POSITIVE:
@@ -610,6 +612,79 @@ def log_until(file: Path, step: int):
     temporary.replace(file)
 
 
+# ---------------------------------------------------------------------------- curves
+
+
+def open_boards(
+    config: TrainConfig, out_dir: Path, first_step: int
+) -> list[Callable[[dict], None]]:
+    """What shows the entries of the log elsewhere, as functions of an entry: TensorBoard where it is
+    installed, Weights & Biases with --wandb, loss.png where matplotlib is installed.
+
+    Raises UserError where --wandb is given without the package."""
+    boards = []
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        pass
+    else:
+        # What a resumed run had written after first_step is hidden.
+        writer = SummaryWriter(out_dir / "tensorboard", purge_step=first_step + 1)
+
+        def tensorboard(entry):
+            for name, value in entry.items():
+                if name == "sample":
+                    writer.add_text(name, value.replace("\n", "\n\n"), entry["step"])
+                elif name != "step":
+                    writer.add_scalar(name, value, entry["step"])
+            writer.flush()
+
+        boards.append(tensorboard)
+    if config.wandb:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("--wandb=True: pip install wandb, or leave it out") from None
+        run = wandb.init(
+            project="gptling", name=out_dir.name, dir=out_dir, config=dataclasses.asdict(config)
+        )
+        boards.append(lambda entry: run.log(entry, step=entry["step"]))
+    try:
+        import matplotlib.figure  # without pyplot no window is opened
+    except ImportError:
+        return boards
+    return [*boards, lambda entry: "val_loss" in entry and draw_curves(out_dir)]
+
+
+def draw_curves(out_dir: Path):
+    """Write out_dir/loss.png from log.jsonl: the losses over the steps, the best one marked."""
+    from matplotlib.figure import Figure
+
+    entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    train = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+    val = [(entry["step"], entry["val_loss"]) for entry in entries if "val_loss" in entry]
+    step, best = min(val, key=lambda point: point[1])
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*train, strict=True), color="#9bb8d3", linewidth=1, label="training")
+    axes.plot(*zip(*val, strict=True), color="#b5462f", marker="o", label="validation")
+    axes.plot(step, best, "o", markersize=11, markerfacecolor="none", color="black")
+    axes.annotate(
+        f"{best:.4f} at step {step:,}", (step, best), (-8, 14), textcoords="offset points",
+        horizontalalignment="right",
+    )  # fmt: skip
+    # The fall from ln(vocabulary) in the first steps would press the rest flat.
+    later = [loss for _, loss in train[len(train) // 20 :] + val]
+    margin = 0.08 * (max(later) - min(later))
+    axes.set(xlabel="step", ylabel="loss in nats per token", title=out_dir.name)
+    axes.set_ylim(min(later) - margin - 1e-3, max(later) + margin)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = out_dir / ".loss.png.writing"
+    figure.savefig(temporary, format="png")
+    temporary.replace(out_dir / "loss.png")
+
+
 def resumed_config(saved: dict, given: dict, out_dir: Path) -> TrainConfig:
     """The run's own configuration with the flags that were given. Raises UserError."""
     for name in FIXED:
@@ -816,6 +891,7 @@ def main():
             if state and log_path.exists():
                 log_until(log_path, first_step)
         log_file = log_path.open("a" if state else "w", encoding="utf-8")
+        boards = open_boards(config, out_dir, first_step) if rank == 0 else []
     except OSError as error:
         raise UserError(f"{out_dir}: cannot be written: {error.strerror}") from None
 
@@ -823,6 +899,8 @@ def main():
         try:
             log_file.write(json.dumps(entry) + "\n")
             log_file.flush()
+            for board in boards:
+                board(entry)
         except OSError as error:
             raise UserError(f"{log_path}: cannot be written: {error.strerror}") from None
 
@@ -912,6 +990,8 @@ def main():
             seconds = (time.perf_counter() - logged_at) / (done - logged_step)
             speed, left = tokens_per_step / seconds, seconds * (config.max_iters - done)
             entry = {"step": done, "loss": loss, "lr": lr, "norm": norm.item()}
+            if len(optimizers) > 1:
+                entry["muon_lr"] = rates[1]
             entry |= {"ms": 1000 * seconds, "tokens_per_s": speed}
             pace = f"{speed:,.0f} tokens/s"
             mfu = flops_utilisation(speed / world_size, n_parameters, gpu)
@@ -941,12 +1021,12 @@ def main():
             recent_steps = 0
             metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
             metrics["bits_per_byte"] = bits
-            log(**metrics)
             mark = " (best)" if val_loss < best else ""
             best = min(best, val_loss)
             lines = []
             if rank == 0 or sharded:
                 lines = sample_lines(model, encoding, config, done)
+            log(**metrics, sample="\n".join(lines))
             tqdm.write(
                 f"step {done}: training loss {train_loss:.4f}, validation loss {val_loss:.4f}, "
                 f"{bits:.4f} bits per byte{mark}" + "".join(f"\n  | {line}" for line in lines)
