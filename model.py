@@ -20,6 +20,7 @@ References:
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,15 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
 LOSS_ROWS = 256  # of logits held at a time, (LOSS_ROWS, V), where the loss alone is wanted
+MAX_BLOCK = 1 << 14  # positions: the causal mask takes their square in bytes, 268 MB
+MAX_JSON = 1 << 26  # bytes of a JSON file; a tokenizer.json has about 40 a token
 END_OF_TEXT = "<|endoftext|>"
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes that weights come in
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # GPTConfig's fields as config.json calls them; then what it may vary elsewhere, but not here.
@@ -65,8 +69,11 @@ class GPTConfig:
 
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r:.50}: must be at least 1, a whole number")
+        if self.block_size > MAX_BLOCK:
+            raise ValueError(f"block_size={self.block_size}: must be at most {MAX_BLOCK:,}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
@@ -80,11 +87,9 @@ def check_length(length: int, block_size: int):
 
 def check_mask(padding_mask: torch.Tensor, B: int, S: int):
     if padding_mask.dtype != torch.bool:
-        got = padding_mask.dtype
-        raise TypeError(f"padding_mask is {got}: must be bool, True = may attend (mask.bool())")
+        raise TypeError(f"padding_mask is {padding_mask.dtype}: must be bool, True = may attend")
     if padding_mask.shape != (B, S):
-        shapes = f"{tuple(padding_mask.shape)}: must be (B, S) = {(B, S)}"
-        raise ValueError(f"padding_mask has shape {shapes}")
+        raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be (B, S) = {(B, S)}")
 
 
 class KVCache:
@@ -252,15 +257,8 @@ class Block(nn.Module):
         super().__init__()
         C, bias = config.n_embd, config.bias
         self.ln_1 = nn.LayerNorm(C, bias=bias)
-        self.attn = MultiHeadAttention(
-            C,
-            C,
-            config.block_size,
-            config.n_head,
-            dropout=config.dropout,
-            qkv_bias=bias,
-            proj_bias=bias,
-        )
+        options = {"dropout": config.dropout, "qkv_bias": bias, "proj_bias": bias}
+        self.attn = MultiHeadAttention(C, C, config.block_size, config.n_head, **options)
         self.ln_2 = nn.LayerNorm(C, bias=bias)
         self.mlp = MLP(config)
 
@@ -293,7 +291,8 @@ def next_token_probs(
         if not allowed:
             raise ValueError(f"{name}={value}: must be {rule}")
     if temperature == 0:
-        return F.one_hot(logits.argmax(dim=-1), logits.size(-1)).float()
+        best = F.one_hot(logits.argmax(dim=-1), logits.size(-1))
+        return best + 0 * logits.amax(dim=-1, keepdim=True)  # NaN where they are not numbers
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)  # at most 0
     if 0 < top_k < logits.size(-1):
         drop = logits < logits.topk(top_k).values[:, -1:]
@@ -359,9 +358,52 @@ def checkpoint_directory(path: str | Path) -> Path:
                 f"{name}: cannot be downloaded ({type(error).__name__}); fetch config.json, "
                 "model.safetensors and tokenizer.json yourself and give their directory"
             ) from None
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):  # False for a name that is too long, too
         raise FileNotFoundError(f"{path}: no checkpoint there (a directory with a config.json)")
     return path
+
+
+def read_text(file: Path) -> str:
+    """The text of a JSON file. Raises OSError, or ValueError for one that is too large."""
+    if file.stat().st_size > MAX_JSON:
+        raise ValueError(f"{file} has more than {MAX_JSON} bytes")
+    return file.read_text(encoding="utf-8")
+
+
+def read_config(file: Path) -> dict:
+    """GPTConfig's fields from a config.json. Raises OSError, or ValueError for another's."""
+    try:
+        config = json.loads(read_text(file))
+        for key, value in FIXED.items():
+            if config.get(key, value) != value:
+                raise ValueError(f"{key} is {config[key]!r:.50}, this model has {value!r} only")
+        fields = {ours: config[hf] for ours, hf in FIELDS.items() if hf in config}
+        GPTConfig(**fields)
+    except (TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not of a GPT-2: {error}") from None
+    return fields
+
+
+def open_weights(path: Path) -> dict:
+    """{name: slice} of the tensors in a directory's safetensors: get_shape() gives the shape, [:]
+    reads the numbers. Raises FileNotFoundError, or ValueError for a damaged file."""
+    whole, shards = path / "model.safetensors", sorted(path.glob("model-*.safetensors"))
+    files = [file for file in ([whole] if whole.exists() else shards) if file.is_file()]
+    if not files:
+        raise FileNotFoundError(f"{path}: no model.safetensors in it")
+    stored = {}
+    for file in files:
+        try:
+            tensors = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is damaged: {error}") from None
+        for key in tensors.keys():
+            name = key.removeprefix("transformer.")
+            if name in stored:
+                raise ValueError(f"{file}: {name:.50} is stored twice")
+            if tensors.get_slice(key).get_dtype() in FLOATS:
+                stored[name] = tensors.get_slice(key)
+    return stored
 
 
 def pick_device(device: str) -> str:
@@ -400,10 +442,18 @@ class GPT(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
-        # Which ids may be drawn: not those that only pad the vocabulary (see restrict_to_tokens).
-        drawable = torch.ones(config.vocab_size, dtype=torch.bool)
-        self.register_buffer("drawable", drawable, persistent=False)
+        self.init_masks()
         self.init_weights()
+
+    def init_masks(self):
+        """One causal mask for all layers, instead of block_size^2 bytes for each; and which ids may
+        be drawn: not those that only pad the vocabulary (see restrict_to_tokens)."""
+        T = self.config.block_size
+        causal_mask = torch.ones(T, T, dtype=torch.bool).tril_()
+        for block in self.h:
+            block.attn.causal_mask = causal_mask
+        drawable = torch.ones(self.config.vocab_size, dtype=torch.bool)
+        self.register_buffer("drawable", drawable, persistent=False)
 
     def init_weights(self):
         """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
@@ -531,54 +581,62 @@ class GPT(nn.Module):
                 new, cache = idx, [KVCache() for _ in self.h]
 
     def restrict_to_tokens(self, tokenizer_json: str):
-        """Let generate draw only the ids that a tokenizer has, given its tokenizer.json as text."""
-        tokenizer = json.loads(tokenizer_json)
-        ids = [*tokenizer["model"]["vocab"].values()]
-        ids += [token["id"] for token in tokenizer["added_tokens"]]
+        """Let generate draw only the ids that a tokenizer has, given its tokenizer.json as text.
+
+        Raises ValueError where that is damaged, or has no id of the model's."""
+        try:
+            tokenizer = json.loads(tokenizer_json)
+            ids = [*tokenizer["model"]["vocab"].values()]
+            ids += [token["id"] for token in tokenizer["added_tokens"]]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"tokenizer.json is damaged: {error!r:.200}") from None
+        ids = [i for i in ids if type(i) is int and 0 <= i < self.config.vocab_size]
+        if not ids:
+            raise ValueError("tokenizer.json has no token for the ids of the model")
         self.drawable.fill_(False)
-        self.drawable[[i for i in ids if i < self.config.vocab_size]] = True
+        self.drawable[ids] = True
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dropout: float | None = None) -> "GPT":
         """The model, in eval mode and float32, of a directory with config.json and
         model.safetensors as Hugging Face's GPT2LMHeadModel or save_pretrained writes them; or of
         the hub name of a GPT-2. dropout: for training on, in place of the stored one.
-        Raises FileNotFoundError, or ValueError for another architecture or a damaged file."""
+        Raises FileNotFoundError, or ValueError for another architecture or a damaged file: sizes in
+        config.json are those of the files before memory is taken, and no code is executed."""
         path = checkpoint_directory(path)
-        try:
-            config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-            fields = {ours: config[hf] for ours, hf in FIELDS.items() if hf in config}
-            for key, value in FIXED.items():
-                if config.get(key, value) != value:
-                    raise ValueError(f"{key} is {config[key]!r}, this model has {value!r} only")
-            GPTConfig(**fields)
-        except (TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path / 'config.json'} is not of a GPT-2: {error}") from None
-        stored = {}
-        for file in sorted(path.glob("model*.safetensors")):
-            try:
-                tensors = load_file(file)
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file} is damaged: {error}") from None
-            stored |= {name.removeprefix("transformer."): t for name, t in tensors.items()}
-        if not stored:
-            raise FileNotFoundError(f"{path}: no model.safetensors in it")
+        fields, stored = read_config(path / "config.json"), open_weights(path)
         if dropout is not None:
             fields["dropout"] = dropout
         # Another program may have trained biases that this file's config.json says are not there.
-        biases = (t for name, t in stored.items() if name.endswith(".bias") and t.dim() == 1)
+        biases = (t for name, t in stored.items() if name.endswith(".bias"))
+        biases = (t[:] for t in biases if len(t.get_shape()) == 1)
         fields["bias"] = fields.get("bias", True) or any(t.any() for t in biases)
-        model = cls(GPTConfig(**fields))
+        config = GPTConfig(**fields)
+
+        def check(name, *shape):
+            if name not in stored or stored[name].get_shape() != [*shape]:
+                raise ValueError(f"{path}: {name} in the weights has not the size in config.json")
+
+        # The files' bytes bound these, and these all others.
+        check("wte.weight", config.vocab_size, config.n_embd)
+        check("wpe.weight", config.block_size, config.n_embd)
+        check("h.0.mlp.c_fc.weight", config.n_embd, 4 * config.n_embd)
+        if config.n_layer > len(stored):
+            raise ValueError(f"{path}: the weights have fewer than n_layer={config.n_layer} layers")
+        with torch.device("meta"):
+            model = cls(config)  # shapes without memory
+        weights = {}
         for name, parameter in model.named_parameters():
-            tensor = stored.get(name, torch.empty(0))
-            tensor = tensor.T if name.endswith(CONV1D) else tensor
-            if tensor.shape != parameter.shape:
-                raise ValueError(
-                    f"{path}: {name} of model.safetensors has not the size in config.json"
-                )
-            parameter.data.copy_(tensor)
-        if (path / "tokenizer.json").exists():
-            model.restrict_to_tokens((path / "tokenizer.json").read_text(encoding="utf-8"))
+            turned = name.endswith(CONV1D)
+            check(name, *(reversed(parameter.shape) if turned else parameter.shape))
+            tensor = stored[name][:].T if turned else stored[name][:]
+            weights[name] = torch.empty(parameter.shape).copy_(tensor)
+            if not math.isfinite(weights[name].sum()):
+                raise ValueError(f"{path}: {name} in the weights has NaN or infinite numbers")
+        model.load_state_dict(weights, assign=True)
+        model.init_masks()
+        if (path / "tokenizer.json").is_file():
+            model.restrict_to_tokens(read_text(path / "tokenizer.json"))
         return model.eval()
 
     def save_pretrained(self, path: str | Path, tokenizer_json: str | None = None):
@@ -590,9 +648,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             tensor = parameter.detach().cpu()
             if not self.config.bias and not name.startswith(("wte", "wpe")):
-                zeros = torch.zeros(
-                    tensor.size(0), dtype=tensor.dtype
-                )  # GPT-2 has biases: of zeros
+                zeros = tensor.new_zeros(tensor.size(0))  # GPT-2 has biases: of zeros
                 tensors[f"transformer.{name.removesuffix('weight')}bias"] = zeros
             tensor = tensor.T if name.endswith(CONV1D) else tensor
             tensors[f"transformer.{name}"] = tensor.contiguous()

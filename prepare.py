@@ -41,13 +41,20 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from config import UserError, load, run
+from config import UserError, load, read_json, run
 
 END_OF_TEXT = "<|endoftext|>"
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
 # GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 TOKENS_PER_SHARD = 100_000_000
+MAX_JSON = 1 << 26  # bytes of a tokenizer.json, which has about 40 a token
+MAX_PATTERN = 1 << 18  # characters of the pattern and the special tokens: they are compiled
+# The header that numpy gives a one-dimensional .npy file of unsigned numbers.
+NPY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00v\x00"
+    rb"\{'descr': '(<u[24])', 'fortran_order': False, 'shape': \((\d{1,18}),\), \} *\n"
+)
 PIECE = 1 << 20  # bytes read at a time
 SAFE_CUT = re.compile(r"(?s).*[^\W\d_](?=\s)")
 DOWNLOADS = {  # name: (address, sha256)
@@ -125,7 +132,10 @@ def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np
                 f"{what}, line {line}, column {column}: the tokenizer does not know the character "
                 f"{character!r} (U+{ord(character):04X}); it was not in the training text"
             )
-    return encoding.encode_to_numpy(text, disallowed_special=())
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except ValueError as error:  # a pattern that goes back and forth too often
+        raise UserError(f"{what}: the tokenizer gives up: {error}") from None
 
 
 def encode_on_all_cores(
@@ -273,14 +283,12 @@ def _merge(ranks, token, limit):
 def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
     """The tokenizer of a data or checkpoint directory; GPT-2's own tokenizer.json is read too.
 
-    Raises UserError where there is none, or one that is not a byte-level BPE."""
+    Raises UserError where there is none, or one that is not a byte-level BPE or takes more memory
+    than its size allows for."""
     file = Path(path) / "tokenizer.json"
-    try:
-        tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file}: not found; the tokenizer belongs there") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
+    if not os.path.exists(file):
+        raise UserError(f"{file}: not found; the tokenizer belongs there")
+    tokenizer = read_json(file, MAX_JSON)
     try:
         pattern = _split_pattern(tokenizer["pre_tokenizer"])
         special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -290,15 +298,36 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
             if token not in special
         }
         ids = [*ranks.values(), *special.values()]
-        if len(set(ids)) < len(ids) or not all(0 <= id < 1 << 32 for id in ids):
-            raise ValueError("ids that are not unique, or not from 0 to 2**32 - 1")
-        return tiktoken.Encoding(
-            Path(path).name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        limit = 2 * len(ids) + 1024  # tables have a row for each id, so that gaps take memory
+        if len(set(ids)) < len(ids) or not all(type(id) is int and 0 <= id < limit for id in ids):
+            raise ValueError(f"ids that are not unique, or not from 0 to {limit - 1}")
+        if len(pattern) + sum(map(len, special)) > MAX_PATTERN:
+            raise ValueError("its pattern and special tokens are too long")
+        if pattern != ANY_CHARACTER and not all(bytes([byte]) in ranks for byte in range(256)):
+            raise ValueError("it lacks bytes, which only a tokenizer of characters may")
+        encoding = tiktoken.Encoding(
+            Path(path).name,
+            pat_str=_whole_pattern(pattern),
+            mergeable_ranks=ranks,
+            special_tokens=special,
         )
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"{file}: not a byte-level BPE as prepare.py writes it ({error!r})"
+            f"{file}: not a byte-level BPE as prepare.py writes it ({error!r:.200})"
         ) from None
+    encoding._pat_str = pattern
+    return encoding
+
+
+def _whole_pattern(pattern):
+    """`pattern` such that each match begins where the last one ended (\\G) and is not empty, for
+    tiktoken aborts at an empty one and leaves out what is between two. Raises ValueError."""
+    if pattern in (ANY_CHARACTER, GPT2_PATTERN):
+        return pattern
+    tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
+    if r"\K" in pattern:  # moves the beginning of a match
+        raise ValueError("its pattern has \\K")
+    return rf"\G(?:{pattern})(?!\G)|[\s\S]"
 
 
 def _split_pattern(pre_tokenizer):
@@ -314,6 +343,41 @@ def _split_pattern(pre_tokenizer):
     return split["pattern"]["Regex"]
 
 
+# ---------------------------------------------------------------------------- reading data/NAME
+
+
+def read_meta(path: str | Path) -> dict[str, Any]:
+    """The meta.json of a data directory. Raises UserError for one that prepare.py did not write."""
+    file = Path(path) / "meta.json"
+    meta = read_json(file)
+    if meta.get("format") != 1:
+        raise UserError(
+            f"{file}: its format is {meta.get('format')!r:.50}, not 1; prepare it again"
+        )
+    if not re.fullmatch("[0-9a-f]{64}", str(meta.get("sha256"))):
+        raise UserError(f"{file}: no sha256 in it; prepare it again")
+    return meta
+
+
+def open_tokens(file: Path) -> np.ndarray:
+    """The token ids of a .npy file, (n,) uint16 or uint32, read from the disk as they are used.
+
+    Raises UserError for another array or a damaged file. The header is matched, not evaluated."""
+    try:
+        if not file.is_file():
+            raise FileNotFoundError("no such file")
+        with file.open("rb") as f:
+            header = NPY_HEADER.fullmatch(f.read(128))
+        if not header:
+            raise ValueError("not a one-dimensional array of uint16 or uint32 in numpy's format")
+        dtype, n = np.dtype(header[1].decode()), int(header[2])
+        if file.stat().st_size != 128 + n * dtype.itemsize:
+            raise ValueError(f"its size is not that of the {n} ids in its header")
+        return np.memmap(file, dtype, "r", offset=128, shape=(n,))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}; prepare it again") from None
+
+
 # ---------------------------------------------------------------------------- reading text
 
 
@@ -321,6 +385,8 @@ def find_files(sources: Sequence[str]) -> list[Path]:
     """The files among `sources` and below the folders among them, in a fixed order.
 
     Raises UserError for a file that is missing, and for a folder without text."""
+    results = [*Path("data").glob("*/meta.json"), *Path("out").glob("*/log.jsonl")]
+    made = {file.parent.resolve() for file in results}  # here, from other text: not read again
     files = []
     for source in map(Path, sources):
         if not source.exists():
@@ -332,6 +398,7 @@ def find_files(sources: Sequence[str]) -> list[Path]:
             raise UserError(f"{source}: not a file; it is read twice, so save it to one first")
         inside = [file for file in sorted(source.rglob("*")) if file.is_file()]
         inside = [file for file in inside if "/." not in f"/{file.relative_to(source).as_posix()}"]
+        inside = [file for file in inside if made.isdisjoint(file.resolve().parents)]
         text = [file for file in inside if _looks_like_text(file)]
         if not text:
             raise UserError(f"{source}: no text in this folder ({len(inside)} files)")
@@ -547,7 +614,7 @@ def prepare(config: PrepareConfig) -> Path:
     first = Path(sources[0]).resolve().name if sources else "quickstart"
     name = config.name or re.sub(r"(?i)\.(txt|md|text|jsonl|jsonl\.gz)$", "", first.strip("."))
     target = Path("data") / name
-    if target.exists() and not config.overwrite:
+    if os.path.exists(target) and not config.overwrite:  # False for a name that is too long
         raise UserError(
             f"{target} is there already: --overwrite=True replaces it, --name keeps both"
         )
@@ -566,8 +633,8 @@ def prepare(config: PrepareConfig) -> Path:
         if target.exists():
             target.rename(temporary / "replaced")
         output.rename(target)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written: {error.strerror}") from None
+    except OSError as error:  # it names the file, where it is not for want of space
+        raise UserError(f"{target}: cannot be made: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target

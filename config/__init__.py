@@ -32,7 +32,10 @@ class UserError(Exception):
 
 
 def run(main: Callable[[], int | None]):
-    """Run a script's main; a user's mistake becomes one line on standard error and exit code 1."""
+    """Run a script's main; a user's mistake becomes one line on standard error and exit code 1.
+
+    SIGTERM ends it as Ctrl-C does, so that what is half-written is taken away."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     errors = ("surrogateescape", "replace", "replace")
     for stream, handling in zip((sys.stdin, sys.stdout, sys.stderr), errors, strict=True):
         if stream is not None:
@@ -63,9 +66,15 @@ def _fail(message, code):
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)  # torchrun ends this process meanwhile, unless the mistake is here alone
-    line = " ".join(message.splitlines())  # a file's name may hold a newline
-    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+    print(f"{Path(sys.argv[0]).name}: error: {one_line(message)}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def one_line(error: Exception | str) -> str:
+    """Its message in one line without control characters, which a file's name may hold."""
+    text = " ".join(str(error).splitlines())
+    text = text if len(text) < 1000 else f"{text[:500]} ... {text[-400:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def load(
@@ -137,9 +146,9 @@ def load(
 def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file, checked against the fields of `cls`. Raises UserError."""
     path = Path(path)
-    if not path.exists() and (Path(__file__).parent.parent / path).exists():
-        path = Path(__file__).parent.parent / path  # `config/gpt2.toml` from any directory
     try:
+        if not path.exists() and (Path(__file__).parent.parent / path).exists():
+            path = Path(__file__).parent.parent / path  # `config/gpt2.toml` from any directory
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such preset{_presets()}") from None
@@ -148,14 +157,29 @@ def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
     return {name: check(cls, name, value, str(path)) for name, value in values.items()}
 
 
+def read_json(file: Path, limit: int = 1 << 20) -> dict[str, Any]:
+    """The JSON object in a file of at most `limit` bytes. Raises UserError."""
+    try:
+        if not file.is_file():  # a pipe would be waited for
+            raise FileNotFoundError("no such file")
+        if file.stat().st_size > limit:
+            raise ValueError(f"it has more than {limit} bytes")
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    return values
+
+
 def read_loss(checkpoint: Path) -> float:
     """The validation loss of a checkpoint; infinite where a run was stopped between evaluations, or
     its metrics.json is damaged."""
     try:
-        metrics = json.loads((checkpoint / "metrics.json").read_text(encoding="utf-8"))
-        return float(metrics["val_loss"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        loss = read_json(checkpoint / "metrics.json").get("val_loss")
+    except UserError:
         return math.inf
+    return float(loss) if _is_number(loss) else math.inf
 
 
 def check(cls: type, name: str, value: Any, where: str) -> Any:
@@ -169,13 +193,18 @@ def check(cls: type, name: str, value: Any, where: str) -> Any:
         if fits:
             return str(value)
     elif expected is float:
-        fits = type(value) in (int, float) and math.isfinite(value)
+        fits = _is_number(value)
         value = float(value) if fits else value
     else:
         fits = type(value) is expected
     if not fits:
         raise UserError(f"{where}: {name} = {value!r} is not {_type_name(expected)}")
     return value
+
+
+def _is_number(value):
+    """Whether it has a finite float: not for NaN, True and 10**400."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 class _Parser(argparse.ArgumentParser):
