@@ -73,7 +73,8 @@ class PrepareConfig:
     overwrite: bool = False  # replace data/NAME if it is there
 
     def __post_init__(self):
-        if Path(self.name).name != self.name or self.name == "..":
+        plain = Path(self.name).name == self.name != ".." and self.name.isprintable()
+        if not plain:
             raise UserError(f"--name {self.name!r}: give a plain name, for a directory under data/")
 
 

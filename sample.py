@@ -14,9 +14,11 @@ import base64
 import codecs
 import copy
 import json
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,7 +62,7 @@ class SampleConfig:
             ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1"),
             ("max_new_tokens", self.max_new_tokens >= 0, "must not be negative"),
-            ("num_samples", self.num_samples >= 1, "must be at least 1"),
+            ("num_samples", 1 <= self.num_samples <= 10_000, "must be from 1 to 10,000"),
             ("seed", 0 <= self.seed < 1 << 63, "must be from 0 to 2**63 - 1"),
         ):
             if not allowed:
@@ -87,19 +89,42 @@ def find_checkpoint(path: str) -> Path:
         found = [file.parent for file in Path("out").glob("*/checkpoint-*/metrics.json")]
         if not found:
             raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
-        path = max(found, key=lambda checkpoint: checkpoint.stat().st_mtime).parent
+        path = max({checkpoint.parent for checkpoint in found}, key=os.path.getmtime)
     path = Path(path)
-    found = [file.parent for file in path.glob("checkpoint-*/metrics.json")]
-    if found:
-        return min(found, key=read_loss)
-    if path.is_file():
+    while os.path.isdir(path) and (files := list(path.glob("checkpoint-*/metrics.json"))):
+        losses = {}
+        for file in files:
+            try:
+                losses[file.parent] = read_loss(file.parent)
+            except UserError:
+                if os.path.lexists(file):  # it was not deleted meanwhile by the training
+                    raise
+        if losses:
+            return min(losses, key=losses.get)
+    if os.path.isfile(path):
         raise UserError(f"{path}: a file; name a run or a checkpoint directory")
-    if path.exists() and not (path / "config.json").is_file():
+    if os.path.isdir(path) and not (path / "config.json").is_file():
         raise UserError(f"{path}: no checkpoint in it; python train.py --out_dir={path} makes one")
     try:
         return checkpoint_directory(path)
     except FileNotFoundError as error:
         raise UserError(str(error).splitlines()[0]) from None
+
+
+def open_checkpoint(config: SampleConfig, prompts: list[str]):
+    """The checkpoint that config.run means, its tokenizer and its model: (path, encoding, model).
+
+    Raises UserError; for a character of the prompts before the model is read. A training that goes
+    on may delete the checkpoint before it is open: then the next one is taken."""
+    while True:
+        checkpoint = find_checkpoint(config.run)
+        try:
+            encoding = load_tokenizer(checkpoint)
+            list(encode_prompts(encoding, prompts, config))
+            return checkpoint, encoding, GPT.from_pretrained(checkpoint)
+        except (UserError, OSError, ValueError) as error:
+            if checkpoint.exists():
+                raise UserError(str(error)) from None
 
 
 class TextStream:
@@ -160,6 +185,13 @@ def read_prompts(config: SampleConfig) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not UTF-8 at byte {error.start}") from None
     return [prompt.removesuffix("\n").removesuffix("\r")]  # echo's newline is not meant
+
+
+def encode_prompts(encoding, prompts: list[str], config: SampleConfig) -> Iterator[list[int]]:
+    """The token ids of each prompt, one at least. Raises UserError for an unknown character."""
+    for number, prompt in enumerate(prompts, start=1):
+        what = f"{config.prompts}, prompt {number}" if config.prompts else "the prompt"
+        yield encode(encoding, prompt, what).tolist() or [start_token(encoding)]
 
 
 # ---------------------------------------------------------------------------- speed
@@ -240,6 +272,18 @@ def compile_decoding(model: GPT):
 # ---------------------------------------------------------------------------- generation
 
 
+def one_line_errors(tokens: Iterator[torch.Tensor], n_rows: int) -> Iterator[torch.Tensor]:
+    """`tokens`, with UserError for weights that give no numbers and for memory that ends."""
+    try:
+        yield from tokens
+    except ValueError as error:
+        raise UserError(f"{error}: its weights are damaged, or too large for --dtype") from None
+    except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors
+        if "memory" not in str(error):
+            raise
+        raise UserError(f"out of memory for {n_rows} texts at once: lower --num_samples") from None
+
+
 def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
     """Complete every prompt num_samples times, as one batch, and print the texts in order.
 
@@ -248,9 +292,11 @@ def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
     Returns the token ids of each row: of its prompt, and those drawn.
     """
     rows, texts, generators = [], [], []
-    for number, prompt in enumerate(prompts, start=1):
-        what = f"{config.prompts}, prompt {number}" if config.prompts else "the prompt"
-        ids = encode(encoding, prompt, what).tolist() or [start_token(encoding)]
+    for prompt, ids in zip(prompts, encode_prompts(encoding, prompts, config), strict=True):
+        if max(ids) >= model.config.vocab_size:
+            raise UserError(
+                f"the prompt has token {max(ids)}: the model has fewer than its tokenizer"
+            )
         if len(ids) > model.config.block_size:
             print(
                 f"the prompt has {len(ids)} tokens, the model sees {model.config.block_size}: "
@@ -290,7 +336,7 @@ def write_texts(model: GPT, encoding, prompts: list[str], config: SampleConfig):
         padding_mask=mask,
         generator=generators,
     )
-    for token in tokens:
+    for token in one_line_errors(tokens, len(rows)):
         for row, id in enumerate(token.tolist()):
             if finished[row]:
                 continue
@@ -416,12 +462,7 @@ def main():
     if config.explain:
         check_page(Path(config.explain))
     prompts = [] if config.interactive else read_prompts(config)
-    checkpoint = find_checkpoint(config.run)
-    encoding = load_tokenizer(checkpoint)
-    try:
-        model = GPT.from_pretrained(checkpoint)
-    except (FileNotFoundError, ValueError, KeyError) as error:
-        raise UserError(f"{checkpoint}: cannot be opened: {str(error).splitlines()[0]}") from None
+    checkpoint, encoding, model = open_checkpoint(config, prompts)
     wide = model.config.n_embd >= WIDE
     original = copy.deepcopy(model) if config.explain else None  # in float32, its layers untouched
     dtype = pick_dtype(config.dtype, config.device, wide)

@@ -1,11 +1,16 @@
 """What several test files use: the scripts as a user runs them, and a small trained run."""
 
+import contextlib
+import importlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from config import run
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -25,6 +30,26 @@ def run_script(script, *arguments, cwd, stdin="", **environment):
         timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,  # the models are tiny
     )
+
+
+def run_here(script, *arguments, cwd):
+    """As run_script, in this process: seconds faster, for the packages are imported already."""
+    main = importlib.import_module(script.removesuffix(".py")).main
+    streams = [io.TextIOWrapper(io.BytesIO()) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(cwd):
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        patch.setattr(sys, "argv", [str(ROOT / script), *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit:
+            run(main)
+        code = exit.value.code
+        if isinstance(code, str):  # as the interpreter does
+            print(code, file=sys.stderr)
+            code = 1
+        for stream in streams[1:]:
+            stream.flush()
+    _, stdout, stderr = (stream.buffer.getvalue() for stream in streams)
+    return subprocess.CompletedProcess(script, code or 0, stdout, stderr)
 
 
 def output_of(script, *arguments, cwd, stdin="", **environment):
