@@ -91,13 +91,13 @@ def find_checkpoint(path: str) -> Path:
             raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
         path = max({checkpoint.parent for checkpoint in found}, key=os.path.getmtime)
     path = Path(path)
-    while os.path.isdir(path) and (files := list(path.glob("checkpoint-*/metrics.json"))):
+    for _ in range(10):  # a training may add and delete checkpoints while they are looked for
         losses = {}
-        for file in files:
+        for file in path.glob("checkpoint-*/metrics.json") if os.path.isdir(path) else []:
             try:
                 losses[file.parent] = read_loss(file.parent)
             except UserError:
-                if os.path.lexists(file):  # it was not deleted meanwhile by the training
+                if os.path.lexists(file):  # damaged, not deleted
                     raise
         if losses:
             return min(losses, key=losses.get)

@@ -91,7 +91,7 @@ MISTAKES = [
         "--block_size",
     ),
     ("train.py TINY --out_dir=new --dataset=wrong", "wrong", "5000"),
-    ("train.py TINY --out_dir=new --dataset=cut", "cut"),
+    ("train.py TINY --out_dir=new --dataset=torn", "torn"),
     ("train.py TINY --out_dir=new --dataset=beyond", "4000", "data/beyond"),
     ("train.py TINY --dataset=mine --resume=True --out_dir=out/nix", "out/nix"),
     ("train.py TINY --dataset=mine --out_dir=file/run", "file/run"),
@@ -171,7 +171,7 @@ DAMAGED = {
     "weights_gone": ("model.safetensors", None, "weights_gone", "model.safetensors"),
     "weights_short": ("model.safetensors", b"short", "model.safetensors"),
     "weights_header": ("model.safetensors", b"\xff" * 64, "model.safetensors"),
-    "weights_integer": ("model.safetensors", {"h.0.ln_1.weight": torch.ones(16).int()}, "h.0.ln_1.weight"),
+    "weights_integer": ("model.safetensors", {"ln_f.weight": torch.ones(16).int()}, "ln_f.weight"),
     "weights_shape": ("model.safetensors", {"ln_f.weight": torch.ones(4, 4)}, "ln_f.weight"),
     "weights_nan": ("model.safetensors", {"ln_f.bias": torch.full((16,), torch.nan)}, "ln_f.bias"),
     "weights_large": ("model.safetensors", {"h.0.ln_2.weight": 1e38 * torch.tensor([1, -1] * 8)},
@@ -210,12 +210,12 @@ def world(trained, tmp_path_factory):
     for name, content in FILES.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
-    for name in ("wrong", "cut", "beyond"):
+    for name in ("wrong", "torn", "beyond"):
         shutil.copytree(directory / "data" / "mine", directory / "data" / name)
     np.save(directory / "data" / "wrong" / "val.npy", np.full(100, 5000, dtype=np.uint16))
     ids = np.full(5000, 4000, dtype=np.uint16)
     np.save(directory / "data" / "beyond" / "train-00000.npy", ids)
-    (directory / "data" / "cut" / "val.npy").write_bytes(b"\x93NUMPY")
+    (directory / "data" / "torn" / "val.npy").write_bytes(b"\x93NUMPY")
     for name, (file, change, *_) in DAMAGED.items():
         copy = directory / "damaged" / name
         shutil.copytree(trained / "out" / "mine" / "checkpoint-20", copy)

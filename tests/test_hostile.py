@@ -1,0 +1,561 @@
+"""Files and flags of a stranger: no code runs, no memory is lost, no character either."""
+
+import ast
+import contextlib
+import copy
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from config import UserError, load, read_preset
+from model import GPT, GPTConfig, next_token_probs
+from prepare import (
+    PrepareConfig,
+    build_tokenizer,
+    encode,
+    load_tokenizer,
+    open_tokens,
+    prepare,
+    read_meta,
+    tokenizer_to_json,
+)
+from sample import SampleConfig, open_checkpoint
+from tests.conftest import ROOT, run_script
+from train import TrainConfig
+
+# The same examples in every run.
+properties = settings(derandomize=True, deadline=None, database=None, max_examples=100)
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # no surrogates: UTF-8 has none
+
+
+# ---------------------------------------------------------------- properties
+
+
+def prepared(raw, tokenizer):
+    """What prepare.py makes of a file with these bytes: all token ids, and their tokenizer."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        Path("a.txt").write_bytes(raw)
+        data = prepare(PrepareConfig(("a.txt",), tokenizer))
+        parts = [open_tokens(file) for file in (*sorted(data.glob("train-*")), data / "val.npy")]
+        meta = read_meta(data)
+        assert [meta[split]["tokens"] for split in ("train", "val")] == [*map(len, parts)]
+        ids = np.concatenate(parts).tolist()
+        del parts  # Windows deletes no file that is mapped
+        return ids, load_tokenizer(data)
+
+
+@properties
+@given(ANY_TEXT, st.sampled_from(["char", "byte"]))
+@example("\ufeffa\r\n\u2028\x85🙂e\u0301<|endoftext|>", "char")
+def test_any_text_comes_back(text, tokenizer):
+    expected = text.removeprefix("\ufeff")
+    if not expected or "\0" in text:
+        with pytest.raises(UserError):
+            prepared(text.encode(), tokenizer)
+        return
+    ids, encoding = prepared(text.encode(), tokenizer)
+    assert encoding.decode(ids) == expected
+    assert encode(encoding, expected).tolist() == ids
+
+
+@properties
+@given(
+    st.binary(min_size=1)
+    | st.tuples(ANY_TEXT, st.binary(max_size=4)).map(lambda t: t[0].encode() + t[1])
+)
+def test_any_bytes_come_back_or_are_refused(raw):
+    try:
+        text = raw.decode("utf-8").removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        with pytest.raises(UserError, match=f"byte {error.start} |NUL"):
+            prepared(raw, "byte")
+        return
+    if text and "\0" not in text:
+        ids, encoding = prepared(raw, "byte")
+        assert bytes(ids) == text.encode() and encoding.decode(ids) == text
+
+
+KINDS = [PrepareConfig, SampleConfig, TrainConfig]
+NAMES = sorted({name for cls in KINDS for name in cls.__dataclass_fields__})
+VALUES = st.one_of(
+    st.integers().map(str),
+    st.integers(min_value=0, max_value=400).map(lambda n: "-" * (n % 2) + "1" + "0" * n),
+    st.floats().map(str),
+    st.sampled_from(["true", "False", "auto", "", "-", "--", "=", "1e400", "0x10", "'", "\x1b[0m"]),
+    ANY_TEXT,
+)
+FLAGS = st.tuples(st.sampled_from(NAMES), VALUES).map(lambda pair: f"--{pair[0]}={pair[1]}")
+TOML = st.tuples(
+    st.sampled_from(NAMES) | st.text("ab.\"'[] ", max_size=4),
+    VALUES
+    | ANY_TEXT.map(json.dumps)
+    | st.sampled_from(["[1]", "{a=1}", "1979-05-27", "inf", "nan"]),
+).map(" = ".join)
+
+
+@properties
+@given(st.sampled_from(KINDS), st.lists(FLAGS | VALUES, max_size=4))
+def test_any_flags_give_a_configuration_or_one_line(cls, arguments):
+    positional = {PrepareConfig: "sources", SampleConfig: "run", TrainConfig: None}[cls]
+    error = tempfile.SpooledTemporaryFile(mode="w+", encoding="utf-8")
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(error):
+        try:
+            config, given = load(cls, "Anything.", arguments, positional)
+            assert type(config) is cls and set(given) <= set(cls.__dataclass_fields__)
+        except UserError:  # a preset that is not there
+            assert positional is None
+        except SystemExit as exit:
+            error.seek(0)
+            text = error.read()
+            assert exit.code == 0 or (exit.code == 2 and text.endswith("\n"))
+            assert exit.code == 0 or text[:-1].isprintable()
+
+
+@properties
+@given(
+    st.sampled_from(KINDS), st.lists(TOML, max_size=3).map("\n".join).map(str.encode) | st.binary()
+)
+@example(TrainConfig, b"learning_rate = 1" + 400 * b"0")
+def test_any_preset_gives_a_configuration_or_one_error(cls, content):
+    with tempfile.TemporaryDirectory() as directory:
+        preset = Path(directory, "any.toml")
+        preset.write_bytes(content)
+        try:
+            values = read_preset(cls, preset)
+        except UserError as error:
+            assert "any.toml" in str(error)
+            return
+    with contextlib.suppress(UserError):
+        assert type(cls(**values)) is cls
+
+
+LOGITS = st.lists(
+    st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False)
+    | st.sampled_from([0.0, 1.0, -math.inf]),
+    min_size=1,
+    max_size=30,
+).filter(lambda logits: max(logits) > -math.inf)
+
+
+def survivors(logits, **filters):
+    probs = next_token_probs(torch.tensor([logits]), **filters)[0]
+    assert probs.sum().item() == pytest.approx(1, abs=1e-5) and probs.min() >= 0
+    assert probs[logits.index(max(logits))] > 0, "the likeliest always stays"
+    return set(probs.nonzero()[:, 0].tolist())
+
+
+@properties
+@given(
+    LOGITS,
+    st.just(0.0) | st.floats(1e-40, 1e6),
+    st.tuples(st.integers(1, 40), st.integers(1, 10**22)),
+    st.tuples(st.floats(1e-300, 1), st.floats(1e-300, 1)),
+    st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_filters_leave_probabilities_and_are_monotone(logits, temperature, k, p, min_p):
+    survivors(logits, temperature=temperature, top_k=k[0], top_p=p[0], min_p=min_p[0])
+    low, high = ({"top_k": limit, "temperature": temperature} for limit in sorted(k))
+    assert survivors(logits, **low) <= survivors(logits, **high)
+    low, high = ({"top_p": limit, "temperature": temperature} for limit in sorted(p))
+    assert survivors(logits, **low) <= survivors(logits, **high)
+    high, low = ({"min_p": limit, "temperature": temperature} for limit in sorted(min_p))
+    assert survivors(logits, **low) <= survivors(logits, **high)
+
+
+# ---------------------------------------------------------------- fuzz
+
+
+NASTY = [
+    0,
+    1,
+    -1,
+    2,
+    3.5,
+    10**9,
+    10**12,
+    2**32,
+    2**63,
+    10**30,
+    1e308,
+    math.nan,
+    math.inf,
+    True,
+    None,
+]
+NASTY += [
+    "",
+    "x",
+    "\ud800",
+    "((",
+    "(a+)+$",
+    "a" * 1000,
+    [],
+    [[]],
+    {},
+    {"a": {}},
+    "gpt2",
+    "F16",
+    "I8",
+]
+
+
+def small_checkpoint(directory):
+    torch.manual_seed(0)
+    encoding = build_tokenizer("byte", [], end_of_text=True)
+    model = GPT(GPTConfig(block_size=8, vocab_size=257, n_layer=2, n_head=2, n_embd=8))
+    model.save_pretrained(directory, tokenizer_to_json(encoding))
+    np.save(directory / "val.npy", np.arange(100, dtype=np.uint16))
+    meta = {"format": 1, "sha256": "0" * 64}
+    (directory / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+
+
+def mutated_json(rng, value):
+    """`value` with a value or key somewhere in it replaced, removed, doubled or moved."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        at = value
+        while True:
+            keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+            if not keys:
+                break
+            key = rng.choice(keys)
+            if isinstance(at[key], dict | list) and at[key] and rng.random() < 0.8:
+                at = at[key]
+                continue
+            change = rng.randrange(4)
+            if change == 0:
+                del at[key]
+            elif change == 1 and isinstance(at, dict):
+                at[rng.choice(["", "x", "\ud800", *keys])] = at.pop(key)
+            elif change == 2:
+                at[key] = at[rng.choice(keys)]
+            else:
+                at[key] = rng.choice(NASTY)
+            break
+    return value
+
+
+def mutated_bytes(rng, raw, within):
+    """`raw` with some of its first `within` bytes changed, removed, repeated, or the rest cut."""
+    raw = bytearray(raw)
+    for _ in range(rng.choice([1, 1, 3, 20])):
+        i = rng.randrange(min(within, len(raw)) or 1)
+        change = rng.randrange(5)
+        if change == 0:
+            raw[i : i + 1] = bytes([rng.randrange(256)])
+        elif change == 1:
+            raw[i : i + 1] = rng.choice(b"0123456789,{}[]\"':").to_bytes(1, "little")
+        elif change == 2:
+            del raw[i : i + rng.choice([1, 4, 50])]
+        elif change == 3:
+            raw[i:i] = raw[i : i + 4] * rng.choice([1, 10, 1000])
+        elif rng.random() < 0.2:
+            del raw[i:]
+    return bytes(raw)
+
+
+def mutated(rng, name, raw):
+    if name.endswith(".json") and rng.random() < 0.8:
+        return json.dumps(mutated_json(rng, json.loads(raw))).encode()
+    if name.endswith(".safetensors"):
+        size = int.from_bytes(raw[:8], "little")
+        if rng.random() < 0.7:  # a header whose length is right
+            header = json.dumps(mutated_json(rng, json.loads(raw[8 : 8 + size]))).encode()
+            return len(header).to_bytes(8, "little") + header + raw[8 + size :]
+        return mutated_bytes(rng, raw, 8 + size)
+    return mutated_bytes(rng, raw, 128 if name.endswith(".npy") else len(raw))
+
+
+def use(directory):
+    """Open everything in a directory, as the scripts do, and use it."""
+    read_meta(directory)
+    int(open_tokens(directory / "val.npy").sum())
+    encoding = load_tokenizer(directory)
+    model = GPT.from_pretrained(directory)
+    for text in ("", "aaaaaaaab <|endoftext|>\n\n", "é🙂 it's 123   x"):
+        ids = encode(encoding, text).tolist()
+        assert encoding.decode(ids) == text
+    tokens = [token.item() for token in model.generate(torch.tensor([[0]]), 10)]
+    assert all(isinstance(encoding.decode_single_token_bytes(id), bytes) for id in tokens)
+
+
+def fuzz(directory, n):
+    """Use n mutated copies; print how many were right and refused, and the peak of memory."""
+    small_checkpoint(directory)
+    use(directory)
+    rng, counts, slowest = random.Random(0), {"used": 0, "refused": 0}, 0
+    names = ["config.json", "tokenizer.json", "model.safetensors", "val.npy", "meta.json"]
+    originals = {name: (directory / name).read_bytes() for name in names}
+    for i in range(n):
+        name = names[i % len(names)] if i % 3 else names[i % 3]
+        (directory / name).write_bytes(mutated(rng, name, originals[name]))
+        started = time.perf_counter()
+        try:
+            use(directory)
+            counts["used"] += 1
+        except (UserError, ValueError, OSError):
+            counts["refused"] += 1
+        except BaseException:
+            shutil.copy(directory / name, directory / "guilty")
+            print(f"case {i}: {name}", file=sys.stderr)
+            raise
+        slowest = max(slowest, time.perf_counter() - started)
+        (directory / name).write_bytes(originals[name])
+    use(directory)
+    try:
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        counts["peak"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    except ImportError:  # Windows
+        counts["peak"] = 0
+    print(json.dumps(counts | {"slowest": slowest}))
+
+
+def test_a_thousand_mutated_files_are_used_or_refused(tmp_path):
+    """In a process of its own: a panic in native code, too much memory or a hang would show."""
+    command = [sys.executable, "-m", "tests.test_hostile", str(tmp_path), "1000"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120)
+    assert process.returncode == 0 and not process.stderr, process.stderr.decode()[-3000:]
+    counts = json.loads(process.stdout)
+    assert counts["used"] > 50 and counts["refused"] > 400
+    assert counts["peak"] < 1e9 and counts["slowest"] < 5
+
+
+# ---------------------------------------------------------------- particular files
+
+
+PATTERNS = ["", "a*", "(?:x|)", "(?=a)", r"\b", "$", "a*?", r"\s+", "(a+)+$|(?!x)", r"\Ga*"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_no_pattern_of_a_stranger_loses_text(tmp_path, pattern):
+    """tiktoken panics at an empty match, and leaves out what no match covers."""
+    ranks = build_tokenizer("byte", [], False)._mergeable_ranks
+    tokenizer = json.loads(tokenizer_to_json(build_tokenizer("byte", [], False)))
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    encoding = load_tokenizer(tmp_path)
+    assert encoding._pat_str == pattern and encoding._mergeable_ranks == ranks
+    for text in ("", "bbaab", "aaaa b\n", "ab\nba\n\n", "é🙂"):
+        assert encoding.decode(encode(encoding, text).tolist()) == text
+
+
+@pytest.mark.parametrize("pattern, named", [(r"a\K", "K"), (r"(a|aa)+\1c", "gives up")])
+def test_patterns_that_cannot_be_made_safe_are_refused(tmp_path, pattern, named):
+    tokenizer = json.loads(tokenizer_to_json(build_tokenizer("byte", [], False)))
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(UserError, match=named):
+        encode(load_tokenizer(tmp_path), "a" * 5000 + "b")
+
+
+def save_npy(array):
+    return lambda file: np.save(file, array, allow_pickle=True)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        save_npy(np.array([Evil()], dtype=object)),
+        save_npy(np.zeros((4, 4), np.uint16)),
+        save_npy(np.zeros(4, np.int64)),
+        save_npy(np.zeros(4, ">u2")),
+        save_npy(np.zeros(4, np.float32)),
+        lambda file: file.write_bytes(b"\x93NUMPY"),
+        lambda file: file.mkdir(),
+        lambda file: None,
+    ],
+    ids="pickle matrix signed big-endian float cut directory missing".split(),
+)
+def test_other_token_files_are_refused(tmp_path, monkeypatch, write):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "val.npy")
+    with pytest.raises(UserError, match=r"val\.npy"):
+        open_tokens(tmp_path / "val.npy")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_token_file_has_the_length_in_its_header(tmp_path):
+    np.save(tmp_path / "val.npy", np.arange(1000, dtype=np.uint32))
+    raw = (tmp_path / "val.npy").read_bytes()
+    assert open_tokens(tmp_path / "val.npy").tolist() == list(range(1000))
+    for other in (
+        raw[:-1],
+        raw + b"\0",
+        raw.replace(b"(1000,), }" + b" " * 14, b"(%d,), }" % 10**17),
+    ):
+        (tmp_path / "val.npy").write_bytes(other)
+        with pytest.raises(UserError, match="size"):
+            open_tokens(tmp_path / "val.npy")
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": 2}, {"format": None}, {"sha256": "xyz"}, {"sha256": 3}]
+)
+def test_another_meta_json_is_refused(tmp_path, change):
+    small_checkpoint(tmp_path)
+    assert read_meta(tmp_path)["format"] == 1
+    (tmp_path / "meta.json").write_text(json.dumps(read_meta(tmp_path) | change))
+    with pytest.raises(UserError, match=r"meta\.json"):
+        read_meta(tmp_path)
+
+
+def test_shards_that_repeat_a_tensor_are_refused(tmp_path):
+    small_checkpoint(tmp_path)
+    shutil.copy(tmp_path / "model.safetensors", tmp_path / "model-00001-of-00002.safetensors")
+    GPT.from_pretrained(tmp_path)  # the shards are of an older checkpoint
+    shutil.move(tmp_path / "model.safetensors", tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(ValueError, match="twice"):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_all_layers_share_one_mask(tmp_path):
+    small_checkpoint(tmp_path)
+    for model in (GPT.from_pretrained(tmp_path), GPT(GPTConfig(8, 10, 3, 1, 4))):
+        assert len({block.attn.causal_mask.data_ptr() for block in model.h}) == 1
+        assert torch.equal(model.h[-1].attn.causal_mask, torch.ones(8, 8).tril().bool())
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("Windows has no named pipes")
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "val.npy", "meta.json"):
+        small_checkpoint(tmp_path)
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        with pytest.raises((UserError, OSError)):
+            use(tmp_path)
+        (tmp_path / name).unlink()
+
+
+# ---------------------------------------------------------------- code
+
+
+def test_nothing_in_a_directory_is_executed(tmp_path, monkeypatch):
+    """Neither what transformers would run with trust_remote_code, nor what Python would import."""
+    monkeypatch.chdir(tmp_path)
+    small_checkpoint(tmp_path)
+    evil = 'import os\nos.mkdir("ran")\n'
+    for name in ("modeling.py", "configuration.py", "tokenization.py", "__init__.py", "torch.py"):
+        (tmp_path / name).write_text(evil)
+    code = {
+        "auto_map": {"AutoModelForCausalLM": "modeling.Evil", "AutoConfig": "configuration.Evil"}
+    }
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "meta.json"):
+        values = json.loads((tmp_path / name).read_text(encoding="utf-8")) if name != "x" else {}
+        values |= code | {"_name_or_path": "../..", "custom_pipelines": {"x": {"impl": "evil.py"}}}
+        (tmp_path / name).write_text(json.dumps(values), encoding="utf-8")
+    for name in ("pytorch_model.bin", "model.bin", "training_state.pt"):
+        torch.save({"x": Evil()}, tmp_path / name)
+    (tmp_path / "preset.toml").write_text("out_dir = \"__import__('os').mkdir('ran')\"\n")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    use(tmp_path)
+    open_checkpoint(SampleConfig(run=str(tmp_path)), ["a"])
+    read_preset(TrainConfig, tmp_path / "preset.toml")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "model.safetensors").unlink()  # the pickled weights do not stand in
+    with pytest.raises(FileNotFoundError):
+        GPT.from_pretrained(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["model.py", "prepare.py", "train.py", "sample.py", "config/__init__.py"]
+)
+def test_the_source_has_no_way_to_run_what_it_reads(file):
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    modules = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    assert not {"pickle", "marshal", "shelve", "dill", "joblib", "yaml"} & set(modules)
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name, options = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
+        assert name not in ("exec", "eval", "compile", "__import__")
+        assert name not in ("torch.load",) or options.get("weights_only") == "True"
+        assert "allow_pickle" not in options and "trust_remote_code" not in options
+
+
+# ---------------------------------------------------------------- other processes
+
+
+def test_sampling_while_checkpoints_come_and_go(trained, tmp_path):
+    """As train.py does it: a hidden name, a rename; before deletion a rename to a hidden name."""
+    source, run_directory = trained / "out" / "mine" / "checkpoint-20", tmp_path / "run"
+    shutil.copytree(source, run_directory / "checkpoint-0")
+    churn = """if True:
+        import json, shutil, sys
+        from pathlib import Path
+        source, run = map(Path, sys.argv[1:])
+        step = 0
+        while True:
+            step += 1
+            hidden = run / f".checkpoint-{step}.writing"
+            shutil.copytree(source, hidden)
+            (hidden / "metrics.json").write_text(json.dumps({"val_loss": 1 / step}))
+            hidden.rename(run / f"checkpoint-{step}")
+            hidden = run / f".checkpoint-{step - 1}.deleting"
+            (run / f"checkpoint-{step - 1}").rename(hidden)
+            shutil.rmtree(hidden)
+    """
+    process = subprocess.Popen([sys.executable, "-c", churn, source, run_directory])
+    try:
+        seen, until = set(), time.monotonic() + 4
+        while time.monotonic() < until:
+            path, encoding, model = open_checkpoint(SampleConfig(run=str(run_directory)), ["12"])
+            assert len(list(model.generate(torch.tensor([[0]]), 2))) == 2 and encoding.n_vocab > 9
+            seen.add(path.name)
+    finally:
+        process.kill()
+        process.wait()
+    assert len(seen) > 10
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without a signal")
+def test_sigterm_leaves_nothing_of_a_preparation(tmp_path):
+    (tmp_path / "large.txt").write_text("some words in a line\n" * 3_000_000)
+    command = [sys.executable, ROOT / "prepare.py", "large.txt"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    while not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 143 and error == b""
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_a_folder_is_read_without_what_was_made_of_it(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    (tmp_path / "data" / "raw").mkdir(parents=True)
+    (tmp_path / "data" / "raw" / "b.txt").write_text("other text " * 100)
+    lines = []
+    for name in ("first", "second"):
+        process = run_script("prepare.py", ".", f"--name={name}", cwd=tmp_path)
+        lines.append(process.stdout.decode().replace(name, ""))
+        (tmp_path / "out" / "run").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / "run" / "log.jsonl").write_text('{"text": "a log"}')
+    assert lines[0] == lines[1] and re.search(r"2 documents, 2,100 characters", lines[0])
+
+
+if __name__ == "__main__":
+    fuzz(Path(sys.argv[1]), int(sys.argv[2]))
