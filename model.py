@@ -395,7 +395,7 @@ def open_weights(path: Path) -> dict:
     for file in files:
         try:
             tensors = safe_open(file, framework="pt")
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:  # torch's, where it maps the file
             raise ValueError(f"{file} is damaged: {error}") from None
         for key in tensors.keys():
             name = key.removeprefix("transformer.")
