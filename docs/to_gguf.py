@@ -1,0 +1,61 @@
+"""A checkpoint as one .gguf file, for llama.cpp, Ollama and LM Studio. Needs the package gguf.
+
+python docs/to_gguf.py out/mine/checkpoint-700 mine.gguf
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+END = "<|endoftext|>"
+# llama.cpp has split patterns of its own: what tells that ours is one of them, and its name there.
+SPLITS = {r"\p{Lu}": "gpt-4o", r"\p{N}{1,3}": "llama-bpe", r" ?\p{N}+": "gpt-2", r"[\s\S]": "gpt-2"}
+
+source, target = Path(sys.argv[1]), sys.argv[2]
+config = json.loads((source / "config.json").read_bytes())
+tokenizer = json.loads((source / "tokenizer.json").read_bytes())
+weights = load_file(source / "model.safetensors")
+
+vocab = tokenizer["model"]["vocab"]
+merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+if not merges:  # char puts a character together byte by byte; byte needs none, llama.cpp needs one
+    merges = [f"{t[:i]} {t[i]}" for t in vocab for i in range(1, len(t))] or [f"{END} {END}"]
+pattern = tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+split = next((name for part, name in SPLITS.items() if part in pattern), None)
+if split is None:
+    sys.exit(f"{source}: llama.cpp has no pattern like {pattern}")
+names = {id: token for token, id in vocab.items()}
+names |= {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+wte = weights["transformer.wte.weight"][: max(names) + 1]  # without what pads the vocabulary
+if END not in names.values():  # llama.cpp would end at token 11
+    names[len(wte)] = END
+    wte = np.vstack([wte, wte.mean(axis=0)])  # its logit is the mean: never the highest
+tokens = [names.get(id, f"[unused {id}]") for id in range(len(wte))]
+
+writer = gguf.GGUFWriter(target, "gpt2")
+writer.add_block_count(config["n_layer"])
+writer.add_context_length(config["n_positions"])
+writer.add_embedding_length(config["n_embd"])
+writer.add_feed_forward_length(4 * config["n_embd"])
+writer.add_head_count(config["n_head"])
+writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+writer.add_tokenizer_model("gpt2")
+writer.add_tokenizer_pre(split)
+writer.add_token_list(tokens)
+writer.add_token_types([1 if token in vocab else 3 for token in tokens])  # normal, control
+writer.add_token_merges(merges)
+writer.add_bos_token_id(tokens.index(END))
+writer.add_eos_token_id(tokens.index(END))
+writer.add_add_bos_token(False)
+their = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config["n_layer"])
+for name, tensor in (weights | {"transformer.wte.weight": wte}).items():
+    tensor = tensor.T if ".h." in name and tensor.ndim == 2 else tensor  # GPT-2's are transposed
+    writer.add_tensor(their.get_name(name, (".weight", ".bias")), tensor)
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
