@@ -53,6 +53,7 @@ FIXED = {
     "tie_word_embeddings": True,
     "n_inner": None,
 }
+HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 
 
 @dataclass
@@ -345,19 +346,23 @@ def checkpoint_directory(path: str | Path) -> Path:
     Raises FileNotFoundError where there is no checkpoint."""
     path = Path(path)
     name = path.as_posix()
-    if re.fullmatch(r"(openai-community/)?gpt2(-medium|-large|-xl)?", name) and not path.exists():
+    if re.fullmatch(HUB_NAMES, name) and not path.exists():
+        remedy = (
+            "put config.json, model.safetensors and tokenizer.json of "
+            f"https://huggingface.co/{name} into a directory {name}"
+        )
         try:
             from huggingface_hub import snapshot_download
         except ImportError:
-            raise FileNotFoundError(f"to download {name}: pip install huggingface_hub") from None
-        files = ["config.json", "model*.safetensors", "tokenizer.json"]
+            missing = "to download it pip install huggingface_hub, or"
+            raise FileNotFoundError(f"{name}: {missing} {remedy}") from None
+        files = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
+        files += ["tokenizer.json", "vocab.json", "merges.txt"]
         try:
             path = Path(snapshot_download(name, allow_patterns=files))
         except OSError as error:  # no network, or no such files
-            raise FileNotFoundError(
-                f"{name}: cannot be downloaded ({type(error).__name__}); fetch config.json, "
-                "model.safetensors and tokenizer.json yourself and give their directory"
-            ) from None
+            reason = f"cannot be downloaded ({type(error).__name__})"
+            raise FileNotFoundError(f"{name}: {reason}; {remedy}") from None
     if not os.path.isfile(path / "config.json"):  # False for a name that is too long, too
         raise FileNotFoundError(f"{path}: no checkpoint there (a directory with a config.json)")
     return path
@@ -384,15 +389,36 @@ def read_config(file: Path) -> dict:
     return fields
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a directory: model.safetensors, or those that its index names.
+
+    Raises FileNotFoundError for one that is not there, ValueError for a damaged index."""
+    index, names = path / "model.safetensors.index.json", ["model.safetensors"]
+    if index.is_file() and not (path / names[0]).is_file():
+        try:
+            names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+            if any(Path(name).name != name for name in names):
+                raise ValueError("a file outside the directory")
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{index} is damaged: {error!r:.200}") from None
+    for name in names:
+        if (path / name).is_file():
+            continue
+        if (path / "pytorch_model.bin").is_file():
+            load = f"transformers.GPT2LMHeadModel.from_pretrained({str(path)!r})"
+            raise FileNotFoundError(
+                f"{path}: pytorch_model.bin is a pickle, which can run code, and is not opened; "
+                f"where you trust it: {load}.save_pretrained({str(path)!r})"
+            )
+        raise FileNotFoundError(f"{path}: no {name} in it")
+    return [path / name for name in names]
+
+
 def open_weights(path: Path) -> dict:
     """{name: slice} of the tensors in a directory's safetensors: get_shape() gives the shape, [:]
     reads the numbers. Raises FileNotFoundError, or ValueError for a damaged file."""
-    whole, shards = path / "model.safetensors", sorted(path.glob("model-*.safetensors"))
-    files = [file for file in ([whole] if whole.exists() else shards) if file.is_file()]
-    if not files:
-        raise FileNotFoundError(f"{path}: no model.safetensors in it")
     stored = {}
-    for file in files:
+    for file in weight_files(path):
         try:
             tensors = safe_open(file, framework="pt")
         except (SafetensorError, OSError, RuntimeError) as error:  # torch's, where it maps the file
@@ -596,12 +622,25 @@ class GPT(nn.Module):
         self.drawable.fill_(False)
         self.drawable[ids] = True
 
+    def crop_block_size(self, block_size: int):
+        """Forget the positions from block_size on, for training on with a shorter window.
+
+        Raises ValueError for more positions than there are."""
+        limit = self.config.block_size
+        if not 1 <= block_size <= limit:
+            raise ValueError(f"block_size={block_size}: the model has {limit} positions")
+        self.config.block_size = self.wpe.num_embeddings = block_size
+        self.wpe.weight = nn.Parameter(self.wpe.weight[:block_size].detach().clone())
+        mask = self.h[0].attn.causal_mask[:block_size, :block_size].clone()
+        for block in self.h:
+            block.attn.block_size, block.attn.causal_mask = block_size, mask
+
     @classmethod
     def from_pretrained(cls, path: str | Path, *, dropout: float | None = None) -> "GPT":
         """The model, in eval mode and float32, of a directory with config.json and
-        model.safetensors as Hugging Face's GPT2LMHeadModel or save_pretrained writes them; or of
-        the hub name of a GPT-2. dropout: for training on, in place of the stored one.
-        Raises FileNotFoundError, or ValueError for another architecture or a damaged file: sizes in
+        model.safetensors, whole or in shards, as Hugging Face's GPT2LMHeadModel or save_pretrained
+        writes them; or of the hub name of a GPT-2. dropout: for training on, in place of its own.
+        Raises OSError, or ValueError for another architecture or a damaged file: sizes in
         config.json are those of the files before memory is taken, and no code is executed."""
         path = checkpoint_directory(path)
         fields, stored = read_config(path / "config.json"), open_weights(path)

@@ -282,22 +282,32 @@ def _merge(ranks, token, limit):
 
 
 def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
-    """The tokenizer of a data or checkpoint directory; GPT-2's own tokenizer.json is read too.
+    """The tokenizer of a data or checkpoint directory; GPT-2's own tokenizer.json is read too, and
+    its vocab.json with merges.txt where that is missing.
 
     Raises UserError where there is none, or one that is not a byte-level BPE or takes more memory
     than its size allows for."""
     file = Path(path) / "tokenizer.json"
+    if not os.path.exists(file) and os.path.exists(file.with_name("vocab.json")):
+        file = file.with_name("vocab.json")
     if not os.path.exists(file):
         raise UserError(f"{file}: not found; the tokenizer belongs there")
     tokenizer = read_json(file, MAX_JSON)
+    if file.name == "vocab.json":
+        tokenizer = _from_vocab(tokenizer, file.with_name("merges.txt"))
     try:
         pattern = _split_pattern(tokenizer["pre_tokenizer"])
         special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+        vocab = tokenizer["model"]["vocab"]
         ranks = {
             bytes(LETTER_TO_BYTE[letter] for letter in token): id
-            for token, id in tokenizer["model"]["vocab"].items()
+            for token, id in vocab.items()
             if token not in special
         }
+        merges = [m.split(" ") if type(m) is str else m for m in tokenizer["model"]["merges"]]
+        order = [vocab[a + b] for a, b in merges]
+        if order != sorted(order):
+            raise ValueError("ids that are not in the order of the merges")
         ids = [*ranks.values(), *special.values()]
         limit = 2 * len(ids) + 1024  # tables have a row for each id, so that gaps take memory
         if len(set(ids)) < len(ids) or not all(type(id) is int and 0 <= id < limit for id in ids):
@@ -329,6 +339,21 @@ def _whole_pattern(pattern):
     if r"\K" in pattern:  # moves the beginning of a match
         raise ValueError("its pattern has \\K")
     return rf"\G(?:{pattern})(?!\G)|[\s\S]"
+
+
+def _from_vocab(vocab, merges_file):
+    """What a tokenizer.json would hold instead of GPT-2's vocab.json and merges.txt."""
+    try:
+        lines = merges_file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{merges_file}: cannot be read: {error}") from None
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    special = [{"content": END_OF_TEXT, "id": vocab[END_OF_TEXT]}] if END_OF_TEXT in vocab else []
+    return {
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "added_tokens": special,
+        "model": {"vocab": vocab, "merges": merges},
+    }
 
 
 def _split_pattern(pre_tokenizer):

@@ -25,7 +25,7 @@ from typing import Literal
 
 import torch
 
-from config import UserError, load, read_loss, run
+from config import UserError, best_checkpoint, load, run
 from model import GPT, checkpoint_directory, pick_device, pick_dtype
 from prepare import encode, load_tokenizer, start_token
 
@@ -90,17 +90,10 @@ def find_checkpoint(path: str) -> Path:
         if not found:
             raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
         path = max({checkpoint.parent for checkpoint in found}, key=os.path.getmtime)
+    best = best_checkpoint(path)
+    if best:
+        return best
     path = Path(path)
-    for _ in range(10):  # a training may add and delete checkpoints while they are looked for
-        losses = {}
-        for file in path.glob("checkpoint-*/metrics.json") if os.path.isdir(path) else []:
-            try:
-                losses[file.parent] = read_loss(file.parent)
-            except UserError:
-                if os.path.lexists(file):  # damaged, not deleted
-                    raise
-        if losses:
-            return min(losses, key=losses.get)
     if os.path.isfile(path):
         raise UserError(f"{path}: a file; name a run or a checkpoint directory")
     if os.path.isdir(path) and not (path / "config.json").is_file():

@@ -24,6 +24,7 @@ References:
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -615,10 +616,8 @@ def log_until(file: Path, step: int):
 # ---------------------------------------------------------------------------- curves
 
 
-def open_boards(
-    config: TrainConfig, out_dir: Path, first_step: int
-) -> list[Callable[[dict], None]]:
-    """What shows the entries of the log elsewhere, as functions of an entry: TensorBoard where it is
+def open_boards(config: TrainConfig, out_dir: Path, first_step: int) -> list[Callable]:
+    """What shows the log elsewhere, as functions that take an entry of it: TensorBoard where it is
     installed, Weights & Biases with --wandb, loss.png where matplotlib is installed.
 
     Raises UserError where --wandb is given without the package."""
@@ -649,34 +648,29 @@ def open_boards(
             project="gptling", name=out_dir.name, dir=out_dir, config=dataclasses.asdict(config)
         )
         boards.append(lambda entry: run.log(entry, step=entry["step"]))
-    try:
-        import matplotlib.figure  # without pyplot no window is opened
-    except ImportError:
-        return boards
-    return [*boards, lambda entry: "val_loss" in entry and draw_curves(out_dir)]
+    if importlib.util.find_spec("matplotlib"):
+        boards.append(lambda entry: "val_loss" in entry and draw_curves(out_dir))
+    return boards
 
 
 def draw_curves(out_dir: Path):
     """Write out_dir/loss.png from log.jsonl: the losses over the steps, the best one marked."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # without pyplot no window is opened
 
     entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     train = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
     val = [(entry["step"], entry["val_loss"]) for entry in entries if "val_loss" in entry]
     step, best = min(val, key=lambda point: point[1])
+    title = f"{out_dir.name}: best {best:.4f} at step {step:,}"
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*train, strict=True), color="#9bb8d3", linewidth=1, label="training")
     axes.plot(*zip(*val, strict=True), color="#b5462f", marker="o", label="validation")
     axes.plot(step, best, "o", markersize=11, markerfacecolor="none", color="black")
-    axes.annotate(
-        f"{best:.4f} at step {step:,}", (step, best), (-8, 14), textcoords="offset points",
-        horizontalalignment="right",
-    )  # fmt: skip
     # The fall from ln(vocabulary) in the first steps would press the rest flat.
     later = [loss for _, loss in train[len(train) // 20 :] + val]
     margin = 0.08 * (max(later) - min(later))
-    axes.set(xlabel="step", ylabel="loss in nats per token", title=out_dir.name)
+    axes.set(xlabel="step", ylabel="loss in nats per token", title=title)
     axes.set_ylim(min(later) - margin - 1e-3, max(later) + margin)
     axes.grid(alpha=0.3)
     axes.legend()

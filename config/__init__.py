@@ -182,6 +182,14 @@ def read_loss(checkpoint: Path) -> float:
     return float(loss) if _is_number(loss) else math.inf
 
 
+def best_checkpoint(run: str | Path) -> Path | None:
+    """The checkpoint with the lowest validation loss in the directory of a run, the newest of equal
+    ones; None elsewhere."""
+    files = Path(run).glob("checkpoint-*/metrics.json") if os.path.isdir(run) else []
+    found = [file.parent for file in files if re.fullmatch(r"checkpoint-\d+", file.parent.name)]
+    return min(found, key=lambda path: (read_loss(path), -int(path.name[11:])), default=None)
+
+
 def check(cls: type, name: str, value: Any, where: str) -> Any:
     """`value` as the type of the field `name`. Raises UserError, which names `where` it stood."""
     types = get_type_hints(cls)
