@@ -1,0 +1,377 @@
+"""GPT-2 in, and our checkpoints out to other people's programs: the recipes of docs/ as they stand,
+and greedy text equal to ours token for token."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import runpy
+import string
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import tiktoken
+import torch
+
+from config import UserError, best_checkpoint
+from model import GPT, GPTConfig
+from prepare import (
+    PrepareConfig,
+    build_tokenizer,
+    encode,
+    load_tokenizer,
+    prepare,
+    tokenizer_to_json,
+)
+from tests.conftest import ROOT, output_of, run_script
+
+transformers = pytest.importorskip(
+    "transformers", reason="pip install -e '.[test]' brings transformers"
+)
+TEXT = "".join(f"{n} green bottles, a café in 中国 🙂\n" for n in range(300))
+PROMPT = "12 green"
+N = 24  # greedy tokens
+GPT4_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+DOCS = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+
+
+def needs(*packages):
+    for name in packages:
+        pytest.importorskip(name, reason=f"pip install -e '.[tools]' brings {name}")
+
+
+def block(kind, word):
+    """The block of docs/export.md in the language `kind` that has `word` in it."""
+    blocks = re.findall(rf"^```{kind}\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
+    (found,) = [text for text in blocks if word in text]
+    return found
+
+
+def run_block(code, cwd):
+    """What a block of Python prints, run as a file in the directory `cwd`."""
+    (cwd / "block.py").write_text(code, encoding="utf-8")
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path("block.py")
+    return printed.getvalue()
+
+
+def small_bpe():
+    """A BPE with GPT-4's pattern: bytes, and the words of the text grown from the left."""
+    words = [b" green", b" bottles", b" caf\xc3\xa9", " 中国".encode(), b"10", b"299"]
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [word[:end] for word in words for end in range(2, len(word) + 1)]
+    ranks = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    special = {"<|endoftext|>": len(ranks)}
+    return tiktoken.Encoding(
+        "bpe", pat_str=GPT4_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
+
+
+def learn(encoding, path, multiple=1):
+    """Train a tiny model, until its greedy tokens are likelier than the next by what programs
+    with other arithmetic differ."""
+    torch.manual_seed(0)
+    vocab_size = math.ceil(encoding.n_vocab / multiple) * multiple
+    sizes = {"block_size": 48, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    model = GPT(GPTConfig(vocab_size=vocab_size, bias=multiple == 1, **sizes))
+    ids = torch.from_numpy(encode(encoding, TEXT).astype("int64"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    B, steps = (8, 200) if vocab_size < 1000 else (2, 100)
+    for _ in range(steps):
+        windows = torch.stack([ids[i : i + 33] for i in torch.randint(len(ids) - 33, (B,))])
+        model(windows[:, :-1], windows[:, 1:])[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(path, tokenizer_to_json(encoding))
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """A directory with out/mine/checkpoint-700, of characters without end-of-text, with a padded
+    vocabulary and without biases; and out/byte, out/bpe, and out/gpt2 where there is its."""
+    directory = tmp_path_factory.mktemp("place")
+    encodings = {"mine": build_tokenizer("char", set(TEXT), end_of_text=False), "bpe": small_bpe()}
+    encodings["byte"] = build_tokenizer("byte", [], end_of_text=True)
+    if os.environ.get("TIKTOKEN_CACHE_DIR"):
+        encodings["gpt2"] = tiktoken.get_encoding("gpt2")
+    for name, encoding in encodings.items():
+        multiple = 128 if name == "mine" else 1
+        learn(encoding, directory / "out" / name / "checkpoint-700", multiple)
+    return directory
+
+
+@pytest.fixture(params=["mine", "byte", "bpe", "gpt2"])
+def checkpoint(request, place):
+    path = place / "out" / request.param / "checkpoint-700"
+    if not path.exists():
+        pytest.skip("GPT-2's vocabulary: set TIKTOKEN_CACHE_DIR to a folder that has it")
+    return path
+
+
+@pytest.fixture(scope="session")
+def portable(place):
+    """out/mine with an end-of-text token and without padding, made by the recipe; and what the
+    recipe for CTranslate2 printed then."""
+    needs("ctranslate2")
+    run_block(block("python", "resize_token_embeddings"), place)
+    return place / "portable", run_block(block("python", "ctranslate2"), place)
+
+
+def greedy(path):
+    """Prompt and continuation of our own model: ids, ids and text."""
+    model, encoding = GPT.from_pretrained(path), load_tokenizer(path)
+    ids = encoding.encode_ordinary(PROMPT)
+    new = [token.item() for token in model.generate(torch.tensor([ids]), N, temperature=0)]
+    return ids, new, encoding.decode(ids + new)
+
+
+def test_the_notebook_of_the_readme_gives_text(tmp_path):
+    encoding = build_tokenizer("char", string.printable, end_of_text=False)
+    model = GPT(GPTConfig(64, encoding.n_vocab, n_layer=1, n_head=1, n_embd=16))
+    path = tmp_path / "out" / "quickstart" / "checkpoint-700"
+    model.save_pretrained(path, tokenizer_to_json(encoding))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"### In a notebook\n\n```python\n(.*?)^```", readme, re.M | re.S)
+    printed = run_block(code, tmp_path)
+    assert len(printed) == 41 and set(printed) <= set(string.printable)
+
+
+# ---------------------------------------------------------------------------- out
+
+
+def test_transformers_goes_on_as_we_do(checkpoint):
+    ids, new, text = greedy(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer(PROMPT)["input_ids"] == ids
+    for sample in (TEXT[:500], "  \n 12 \t"):
+        if checkpoint.parent.name != "mine" or set(sample) <= set(TEXT):
+            assert tokenizer(sample)["input_ids"] == load_tokenizer(checkpoint).encode(sample)
+    pipeline = transformers.pipeline("text-generation", model=str(checkpoint))
+    result = pipeline(PROMPT, max_new_tokens=N, do_sample=False, max_length=None)
+    assert result[0]["generated_text"] == text
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    theirs = model.generate(torch.tensor([ids]), max_new_tokens=N, do_sample=False)
+    assert theirs[0].tolist() == ids + new
+
+
+def test_ctranslate2_goes_on_as_we_do(checkpoint, portable, tmp_path):
+    needs("ctranslate2")
+    import ctranslate2
+    from ctranslate2.converters import TransformersConverter
+
+    direct = checkpoint.parent.name != "mine"  # which lacks end-of-text and is padded
+    TransformersConverter(str(checkpoint if direct else portable[0])).convert(str(tmp_path / "ct2"))
+    new = greedy(checkpoint)[1]
+    generator = ctranslate2.Generator(str(tmp_path / "ct2"), intra_threads=1)
+    prompt = transformers.AutoTokenizer.from_pretrained(checkpoint).tokenize(PROMPT)
+    result = generator.generate_batch([prompt], max_length=N, include_prompt_in_result=False)
+    assert result[0].sequences_ids[0] == new
+
+
+def test_the_recipe_for_ctranslate2_prints_our_text(portable):
+    directory, printed = portable
+    assert greedy(directory)[2].startswith(PROMPT + printed[:-1]) and len(printed) == 21
+
+
+def test_lm_evaluation_harness_measures_our_bits_per_byte(portable, place):
+    needs("lm_eval", "accelerate")
+    portable = portable[0]
+    texts = [TEXT[:31], TEXT[40:70], "café"]
+    lines = (json.dumps({"text": text}) + "\n" for text in texts)
+    (place / "mine.jsonl").write_text("".join(lines), encoding="utf-8")
+    (place / "mine.yaml").write_text(block("yaml", "bits_per_byte"), encoding="utf-8")
+    command = [sys.executable, "-m", *block("sh", "lm_eval").split()]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, cwd=place, env=os.environ | offline, capture_output=True)
+    assert process.returncode == 0, process.stderr.decode()
+    (file,) = (place / "results").rglob("results_*.json")
+    theirs = json.loads(file.read_text())["results"]["mine"]["bits_per_byte,none"]
+    model, encoding = GPT.from_pretrained(portable), load_tokenizer(portable)
+    nats = 0.0
+    for text in texts:
+        ids = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary(text)]])
+        nats += model(ids[:, :-1], ids[:, 1:])[1].item() * (ids.size(1) - 1)
+    ours = nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    assert theirs == pytest.approx(ours, abs=1e-4)
+
+
+def test_onnx_gives_our_logits_for_any_batch_and_length(place):
+    needs("onnxscript", "onnxruntime")
+    import onnxruntime
+
+    run_block(block("python", "torch.onnx"), place)
+    session = onnxruntime.InferenceSession(place / "mine.onnx", providers=["CPUExecutionProvider"])
+    path = place / "out" / "mine" / "checkpoint-700"
+    model = GPT.from_pretrained(path)
+    for B, T in ((1, 1), (1, 48), (3, 17)):
+        idx = torch.randint(30, (B, T))
+        logits = session.run(None, {"idx": idx.numpy()})[0]
+        torch.testing.assert_close(torch.from_numpy(logits), model(idx)[0], rtol=0, atol=1e-4)
+    ids, new, _ = greedy(path)
+    for token in new:
+        logits = session.run(None, {"idx": torch.tensor([ids]).numpy()})[0]
+        assert logits[0, -1, :].argmax() == token
+        ids = [*ids, token]
+
+
+def test_llama_cpp_goes_on_as_we_do(checkpoint, tmp_path):
+    needs("gguf", "xllamacpp")
+    import xllamacpp
+
+    file = tmp_path / "mine.gguf"
+    output_of("docs/to_gguf.py", checkpoint, file, cwd=tmp_path)
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = str(file), 48, 1
+    params.warmup, params.verbosity, params.cpuparams.n_threads = False, 0, 1
+    server = xllamacpp.Server(params)
+
+    def post(path, **body):
+        header = {"Content-Type": "application/json"}
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(server.listening_address + path, data, header)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["tokens"]
+
+    encoding = load_tokenizer(checkpoint)
+    samples = [TEXT[:300], PROMPT]
+    if checkpoint.parent.name != "mine":
+        samples += ["It's  12345 x=1;\r\n\n  naïve ½ здра́вствуй \n", "<|endoftext|> \t 'LL don't"]
+    for text in samples:
+        ids = encoding.encode_ordinary(text)
+        assert post("/tokenize", content=text, parse_special=False) == ids
+    theirs = post("/completion", prompt=PROMPT, n_predict=N, temperature=0, return_tokens=True)
+    assert theirs == greedy(checkpoint)[1]
+
+
+def test_the_recipe_for_llama_cpp_is_short_and_refuses_an_unknown_pattern(place, tmp_path):
+    needs("gguf")
+    recipe = ROOT / "docs" / "to_gguf.py"
+    code = recipe.read_text(encoding="utf-8").split('"""')[2].splitlines()
+    assert len([line for line in code if line and not line.startswith("#")]) <= 50
+    encoding, path = load_tokenizer(place / "out" / "bpe" / "checkpoint-700"), tmp_path / "other"
+    text = tokenizer_to_json(encoding).replace("{1,3}", "{1,2}")
+    GPT(GPTConfig(8, encoding.n_vocab, 1, 1, 8)).save_pretrained(path, text)
+    process = run_script("docs/to_gguf.py", path, "other.gguf", cwd=tmp_path)
+    assert process.returncode == 1 and process.stderr.count(b"\n") == 1
+    assert b"{1,2}" in process.stderr and not (tmp_path / "other.gguf").exists()
+
+
+# ---------------------------------------------------------------------------- GPT-2 in
+
+
+def gpt2_directory(path, vocab_size=50257, **options):
+    """A tiny GPT-2 as transformers writes it; returns its model."""
+    torch.manual_seed(0)
+    sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(vocab_size=vocab_size, **sizes)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    model.save_pretrained(path, **options)
+    return model
+
+
+def write_vocab(encoding, path):
+    """vocab.json and merges.txt as GPT-2 was published."""
+    model = json.loads(tokenizer_to_json(encoding))["model"]
+    vocab = model["vocab"] | encoding._special_tokens
+    (path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    merges = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"]), ""]
+    (path / "merges.txt").write_text("\n".join(merges), encoding="utf-8")
+
+
+def test_vocab_json_and_merges_stand_for_tokenizer_json(tmp_path, gpt2_encoding):
+    write_vocab(gpt2_encoding, tmp_path)
+    encoding = load_tokenizer(tmp_path)
+    theirs = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
+    for text in (TEXT[:300], "It's  12345 # naïve\r\n\n  ½ \t", "#version <|endoftext"):
+        assert encoding.encode_ordinary(text) == gpt2_encoding.encode_ordinary(text)
+        assert encoding.encode_ordinary(text) == theirs(text)["input_ids"]
+    assert encoding.eot_token == 50256
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(UserError, match=r"merges\.txt: not found"):
+        load_tokenizer(tmp_path)
+
+
+def test_ids_in_another_order_than_the_merges_are_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(tokenizer_to_json(small_bpe()))
+    tokenizer["model"]["merges"].reverse()
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(UserError, match="order of the merges"):
+        load_tokenizer(tmp_path)
+
+
+def test_only_the_shards_that_the_index_names_are_read(tmp_path):
+    other = gpt2_directory(tmp_path, vocab_size=100, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    (tmp_path / "model-of-another.safetensors").write_bytes(b"damaged")
+    idx = torch.randint(100, (2, 16))
+    ours = GPT.from_pretrained(tmp_path)(idx)[0]
+    torch.testing.assert_close(ours, other(idx).logits, rtol=0, atol=1e-5)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    file = sorted(set(index["weight_map"].values()))[-1]
+    (tmp_path / file).unlink()
+    with pytest.raises(FileNotFoundError, match=file):
+        GPT.from_pretrained(tmp_path)
+    index["weight_map"]["wte.weight"] = "../elsewhere.safetensors"
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index\.json is damaged"):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_a_pickle_is_not_opened_and_its_remedy_works(tmp_path):
+    model = gpt2_directory(tmp_path, vocab_size=100)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="pickle, which can run code") as raised:
+        GPT.from_pretrained(tmp_path)
+    path = str(tmp_path)
+    remedy = f"GPT2LMHeadModel.from_pretrained({path!r}).save_pretrained({path!r})"
+    assert str(raised.value).endswith(remedy) and "\n" not in str(raised.value)
+    transformers.GPT2LMHeadModel.from_pretrained(path).save_pretrained(path)
+    idx = torch.randint(100, (2, 16))
+    ours = GPT.from_pretrained(tmp_path)(idx)[0]
+    torch.testing.assert_close(ours, model(idx).logits, rtol=0, atol=1e-5)
+
+
+def test_a_cropped_model_gives_the_logits_of_the_whole_one(tmp_path):
+    gpt2_directory(tmp_path, vocab_size=100)
+    model, idx = GPT.from_pretrained(tmp_path), torch.randint(100, (2, 16))
+    whole = model(idx)[0]
+    model.crop_block_size(16)
+    torch.testing.assert_close(model(idx)[0], whole)
+    model.save_pretrained(tmp_path / "cropped")
+    again = GPT.from_pretrained(tmp_path / "cropped")
+    assert again.config == model.config and again.config.block_size == 16
+    with pytest.raises(ValueError, match="block_size=32: the model has 16 positions"):
+        model.crop_block_size(32)
+
+
+def test_without_network_one_line_says_which_files_to_put_where(tmp_path):
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    process = run_script("sample.py", "distilgpt2", cwd=tmp_path, **offline)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1
+    assert "model.safetensors and tokenizer.json" in error and "a directory distilgpt2" in error
+
+
+def test_gpt2_is_finetuned_from_where_its_files_were_put(tmp_path, gpt2_encoding, monkeypatch):
+    gpt2_directory(tmp_path / "gpt2")
+    write_vocab(gpt2_encoding, tmp_path / "gpt2")
+    (tmp_path / "mine.txt").write_text(TEXT[:5000], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    prepare(PrepareConfig(("mine.txt",), tokenizer="gpt2", name="mine_gpt2"))
+    preset = ROOT / "config" / "finetune_gpt2.toml"
+    small = "--block_size=64 --max_iters=2 --eval_tokens=64 --gradient_accumulation_steps=2".split()
+    assert "step 2/2" in output_of("train.py", preset, *small, cwd=tmp_path)
+    best = best_checkpoint("out/finetune_gpt2")
+    assert load_tokenizer(best).n_vocab == load_tokenizer("gpt2").n_vocab == 50257
+    assert GPT.from_pretrained(best).config == GPT.from_pretrained("gpt2").config
+    text = output_of("sample.py", "gpt2", "--prompt=12 green", "--max_new_tokens=9", cwd=tmp_path)
+    assert text.startswith("12 green") and len(text) > 20
