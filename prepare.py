@@ -2,11 +2,15 @@
 
     python prepare.py                            # the language reference that ships with Python
     python prepare.py shakespeare                # a named download, checked by its sha256
-    python prepare.py my.txt notes/ chat.jsonl.gz --tokenizer gpt2 --name mine
+    python prepare.py my.txt notes/ chat.jsonl.gz --tokenizer bpe --vocab_size 4096 --name mine
+    python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT:train --tokenizer gpt2
+    python prepare.py fineweb_train_*.bin fineweb_val_*.bin --tokenizer gpt2 --name fineweb
 
 writes data/NAME/: train-00000.npy ..., val.npy (token ids), tokenizer.json and meta.json. Documents
 are separated by the end-of-text token. The text is read twice, to check it and to encode it, piece
-by piece, so that memory stays bounded; the directory appears whole or not at all.
+by piece, so that memory stays bounded; once where documents are records (.jsonl, .parquet, hf:) and
+the tokenizer is known before. The directory appears whole or not at all; what was stopped goes on
+with the same command from data/.NAME.partial.
 
 Every tokenizer is a tiktoken.Encoding and is stored as Hugging Face's tokenizer.json.
 
@@ -23,11 +27,13 @@ import hashlib
 import importlib
 import itertools
 import json
+import logging
+import math
 import os
+import random
 import re
 import shutil
 import sys
-import tempfile
 import threading
 import urllib.request
 import zlib
@@ -35,6 +41,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,7 +54,16 @@ END_OF_TEXT = "<|endoftext|>"
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
 # GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# GPT-4's (tiktoken's cl100k_base).
+BPE_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+)
+BPE_SAMPLE = 100_000_000  # characters that a BPE is trained on, at most
+VALIDATION = 100_000_000  # characters that validate, at most
 TOKENS_PER_SHARD = 100_000_000
+SAVE_EVERY = 1 << 26  # characters between the points from which a stopped preparation goes on
+RECORDS = (".jsonl", ".jsonl.gz", ".parquet", "hf:")  # files with a document in each record
 MAX_JSON = 1 << 26  # bytes of a tokenizer.json, which has about 40 a token
 MAX_PATTERN = 1 << 18  # characters of the pattern and the special tokens: they are compiled
 # The header that numpy gives a one-dimensional .npy file of unsigned numbers.
@@ -67,8 +83,9 @@ DOWNLOADS = {  # name: (address, sha256)
 
 @dataclass
 class PrepareConfig:
-    sources: tuple[str, ...] = ()  # text files, folders, .jsonl(.gz); or shakespeare; or nothing
-    tokenizer: str = "char"  # char, byte, or the name of a tiktoken encoding such as gpt2
+    sources: tuple[str, ...] = ()  # files, folders, hf:NAME:CONFIG:SPLIT; shakespeare; or nothing
+    tokenizer: str = "char"  # char, byte, bpe, a name of tiktoken's such as gpt2, or a checkpoint
+    vocab_size: int = 0  # tokens of --tokenizer bpe, end-of-text among them; 0 for 4096
     name: str = ""  # the directory under data/; otherwise called after the first source
     overwrite: bool = False  # replace data/NAME if it is there
 
@@ -76,13 +93,30 @@ class PrepareConfig:
         plain = Path(self.name).name == self.name != ".." and self.name.isprintable()
         if not plain:
             raise UserError(f"--name {self.name!r}: give a plain name, for a directory under data/")
+        if self.vocab_size and self.tokenizer != "bpe":
+            raise UserError(
+                f"--vocab_size={self.vocab_size} is for --tokenizer bpe, not {self.tokenizer}"
+            )
+        if self.vocab_size and not 257 <= self.vocab_size <= 1_000_000:
+            raise UserError(
+                f"--vocab_size={self.vocab_size}: from 257 (bytes and end-of-text) to 1,000,000"
+            )
+
+
+def _package(name, install):
+    """An optional package, imported where it is used. Raises UserError where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{error}: pip install {install}") from None
 
 
 # ---------------------------------------------------------------------------- tokenizers
 
 
 def build_tokenizer(kind: str, alphabet: Iterable[str], end_of_text: bool) -> tiktoken.Encoding:
-    """The tokenizer called `kind`: "char" over `alphabet`, "byte", or a tiktoken encoding.
+    """The tokenizer called `kind`: "char" over `alphabet`, "byte", a tiktoken encoding, or that of
+    a directory.
 
     end_of_text: whether char and byte reserve an id for it, behind all others.
     >>> build_tokenizer("char", "abc", end_of_text=True).encode_ordinary("cab")
@@ -98,8 +132,13 @@ def build_tokenizer(kind: str, alphabet: Iterable[str], end_of_text: bool) -> ti
         return tiktoken.Encoding(
             kind, pat_str=ANY_CHARACTER, mergeable_ranks=ranks, special_tokens=special
         )
+    if Path(kind, "tokenizer.json").is_file():
+        encoding = load_tokenizer(kind)
+        if not _has_all_bytes(encoding):
+            raise UserError(f"tokenizer {kind!r} does not know every text: give one of bytes")
+        return encoding
     if kind not in tiktoken.list_encoding_names():
-        names = ", ".join(["char", "byte", *sorted(tiktoken.list_encoding_names())])
+        names = ", ".join(["char", "byte", "bpe", *sorted(tiktoken.list_encoding_names())])
         raise UserError(f"unknown tokenizer {kind!r}: there are {names}")
     try:
         return tiktoken.get_encoding(kind)
@@ -108,6 +147,44 @@ def build_tokenizer(kind: str, alphabet: Iterable[str], end_of_text: bool) -> ti
             f"tokenizer {kind!r}: no vocabulary ({type(error).__name__}); tiktoken downloads it "
             "once: connect, or set TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from None
+
+
+def _has_all_bytes(encoding):
+    return all(bytes([byte]) in encoding._mergeable_ranks for byte in range(256))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> tiktoken.Encoding:
+    """A byte-level BPE of `vocab_size` tokens, end-of-text the last of them, trained by rustbpe.
+
+    The same texts give the same tokens. Raises UserError where they have too few pairs to merge."""
+    trainer = _package("rustbpe", "rustbpe").Tokenizer()
+    merges = vocab_size - 257
+    log = logging.getLogger("rustbpe")
+    with tqdm(desc="train bpe", total=merges, disable=not sys.stderr.isatty()) as progress:
+
+        def show(record):  # "Progress: 1% (39/3839 merges) - ..."
+            done = re.search(r"\((\d+)/", record.getMessage())
+            progress.update(int(done[1]) - progress.n if done else 0)
+            return False
+
+        log.setLevel(logging.INFO)
+        log.addFilter(show)
+        try:  # a few texts at a time, for the trainer copies them
+            trainer.train_from_iterator(
+                iter(texts), vocab_size - 1, buffer_size=256, pattern=BPE_PATTERN
+            )
+        finally:
+            log.removeFilter(show)
+    ranks = dict(trainer.get_mergeable_ranks())
+    if len(ranks) < vocab_size - 1:
+        raise UserError(
+            f"--vocab_size={vocab_size}: this text is used up at {len(ranks) + 1}; "
+            "give that or less, or more text"
+        )
+    special = {END_OF_TEXT: len(ranks)}
+    return tiktoken.Encoding(
+        "bpe", pat_str=BPE_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
@@ -145,8 +222,9 @@ def encode_on_all_cores(
     """(key, ids (n,) uint32) for each (key, text), in order, and None for None; a bounded amount of
     text is under way.
 
-    Each thread has an Encoding of its own: one that another thread has used first is a quarter
-    slower. Texts are sent in groups, for short ones would cost more to send than to encode.
+    Threads do, for tiktoken lets go of the interpreter while it encodes, and processes would have
+    to be sent the text. Each has an Encoding of its own: one that another thread has used first is
+    a quarter slower. Texts go in groups, for short ones would cost more to send than to encode.
     """
     mine = threading.local()
 
@@ -225,7 +303,7 @@ def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
         return "".join(BYTE_TO_LETTER[byte] for byte in token)
 
     merges = []
-    if all(bytes([byte]) in ranks for byte in range(256)):  # not char: its tokens have no parts
+    if _has_all_bytes(encoding):  # not char: its tokens have no parts
         for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
             if len(token) > 1:
                 parts = _merge(ranks, token, rank)
@@ -333,7 +411,7 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
 def _whole_pattern(pattern):
     """`pattern` such that each match begins where the last one ended (\\G) and is not empty, for
     tiktoken aborts at an empty one and leaves out what is between two. Raises ValueError."""
-    if pattern in (ANY_CHARACTER, GPT2_PATTERN):
+    if pattern in (ANY_CHARACTER, GPT2_PATTERN, BPE_PATTERN):
         return pattern
     tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
     if r"\K" in pattern:  # moves the beginning of a match
@@ -407,14 +485,37 @@ def open_tokens(file: Path) -> np.ndarray:
 # ---------------------------------------------------------------------------- reading text
 
 
-def find_files(sources: Sequence[str]) -> list[Path]:
+@dataclass
+class HubFile:
+    """A file of a data set of the hub: its rows are streamed."""
+
+    name: str
+    rows: Any  # a datasets.IterableDataset
+
+    def __str__(self):
+        return self.name
+
+
+def _format(file):
+    """What decides how a file is read: its name's ending, "hf:" on the hub, "" for plain text."""
+    if isinstance(file, HubFile):
+        return "hf:"
+    name = file.name.lower() if file else ""
+    return next((ending for ending in (*RECORDS, ".bin") if name.endswith(ending)), "")
+
+
+def find_files(sources: Sequence[str]) -> list[Path | HubFile]:
     """The files among `sources` and below the folders among them, in a fixed order.
 
     Raises UserError for a file that is missing, and for a folder without text."""
     results = [*Path("data").glob("*/meta.json"), *Path("out").glob("*/log.jsonl")]
     made = {file.parent.resolve() for file in results}  # here, from other text: not read again
     files = []
-    for source in map(Path, sources):
+    for name in sources:
+        source = Path(name)
+        if name.startswith("hf:"):
+            files += _hub_files(name)
+            continue
         if not source.exists():
             raise UserError(f"{source}: no such file or folder")
         if source.is_file():
@@ -435,8 +536,24 @@ def find_files(sources: Sequence[str]) -> list[Path]:
     return files
 
 
+def _hub_files(source):
+    """Those of hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT; NAME may be a folder here too."""
+    name, config, split, *more = [*source.removeprefix("hf:").split(":"), "", ""]
+    if not name or any(more):
+        raise UserError(f"{source}: give hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+    datasets = _package("datasets", "datasets")
+    datasets.disable_progress_bars()
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+        rows = rows.select_columns("text")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source}: {error}") from None
+    n = rows.num_shards
+    return [HubFile(f"{source}, file {i + 1} of {n}", rows.shard(n, i)) for i in range(n)]
+
+
 def _looks_like_text(file):
-    if file.name.lower().endswith(".jsonl.gz"):
+    if _format(file) in (".jsonl.gz", ".parquet"):
         return True
     try:
         with file.open("rb") as f:
@@ -450,16 +567,27 @@ def _looks_like_text(file):
         return cut  # the last character, which goes on behind what was read
 
 
-def read_pieces(file: Path, progress: tqdm) -> Iterator[tuple[str, bool]]:
+def read_pieces(file: Path | HubFile | None, progress: tqdm) -> Iterator[tuple[str, bool]]:
     """The text of a file as (piece, whether a document ends with it); `progress` counts bytes.
 
-    A .jsonl or .jsonl.gz file has a document in the "text" field of each line; any other file is
-    one document. Raises UserError for what is not UTF-8 text, with the place.
+    Records are documents: the "text" of each line of a .jsonl or .jsonl.gz file, of each row of a
+    .parquet or hub file. Any other file is one document; None is the embedded corpus. Raises
+    UserError for what is not UTF-8 text, with the place.
     """
     try:
+        if file is None:
+            yield from ((text, True) for text in embedded_corpus().values())
+            return
+        if isinstance(file, HubFile):
+            texts = (text for batch in file.rows.iter(1000) for text in batch["text"])
+            yield from _read_rows(file, texts, progress)
+            return
         with file.open("rb") as raw:
-            if file.name.lower().endswith((".jsonl", ".jsonl.gz")):
-                lines = gzip.open(raw) if file.suffix.lower() == ".gz" else raw
+            kind = _format(file)
+            if kind == ".parquet":
+                yield from _read_rows(file, _read_parquet(file, raw), progress)
+            elif kind in RECORDS:
+                lines = gzip.open(raw) if kind == ".jsonl.gz" else raw
                 yield from _read_jsonl(file, lines, raw, progress)
             else:
                 yield from _read_text(file, raw, progress)
@@ -531,6 +659,24 @@ def _read_jsonl(file, lines, raw, progress):
             yield text, True
 
 
+def _read_parquet(file, raw):
+    parquet = _package("pyarrow.parquet", "datasets")
+    try:
+        for batch in parquet.ParquetFile(raw).iter_batches(1000, columns=["text"]):
+            yield from batch.column("text").to_pylist()
+    except (ValueError, KeyError) as error:  # ArrowInvalid is a ValueError
+        raise UserError(f'{file}: not a Parquet file with a column "text": {error}') from None
+
+
+def _read_rows(file, texts, progress):
+    for number, text in enumerate(texts):
+        if not isinstance(text, str | None):
+            raise UserError(f'{file}: row {number}: its "text" is {text!r}')
+        if text:
+            progress.update(len(text))
+            yield text, True
+
+
 def embedded_corpus() -> dict[str, str]:
     """Python's language reference, {topic: text}: about 370 kB of English that is always there.
 
@@ -575,20 +721,27 @@ def download(name: str, directory: Path) -> Path:
 
 
 class TokenWriter:
-    """Writes token ids into the .npy files `NAME.npy`, or `NAME-00000.npy`, ... with `sharded`."""
+    """Writes token ids into the .npy files `NAME.npy`, or `NAME-00000.npy`, ... with `sharded`.
 
-    def __init__(self, directory: Path, name: str, dtype: np.dtype, sharded: bool):
+    tokens, bytes: of the split so far, its ids and the bytes of text they stand for. Files that
+    have so many tokens already are written on from there."""
+
+    def __init__(
+        self, directory: Path, name: str, dtype: np.dtype, sharded: bool, tokens=0, bytes=0
+    ):
         self.directory, self.name, self.dtype, self.sharded = directory, name, dtype, sharded
-        self.tokens = self.bytes = 0  # of the split: its ids, and the bytes of text they stand for
-        self.files = []
-        self._open()
+        self.tokens, self.bytes = tokens, bytes
+        self.shards = 1 + max(0, tokens - 1) // TOKENS_PER_SHARD if sharded else 1
+        self._open(tokens - (self.shards - 1) * TOKENS_PER_SHARD)
 
-    def _open(self):
-        suffix = f"-{len(self.files):05}" if self.sharded else ""
-        self.file = (self.directory / f"{self.name}{suffix}.npy").open("wb")
-        self.files.append(self.file.name)
-        self.length = 0
+    def _open(self, length=0):
+        suffix = f"-{self.shards - 1:05}" if self.sharded else ""
+        path = self.directory / f"{self.name}{suffix}.npy"
+        self.file = path.open("r+b" if length else "wb")
+        self.length = length
         self._write_header()
+        self.file.truncate(self.file.tell() + length * self.dtype.itemsize)
+        self.file.seek(0, os.SEEK_END)
 
     def _write_header(self):
         # numpy pads the header so that the length can be written over a shorter one at the end.
@@ -602,154 +755,328 @@ class TokenWriter:
         while len(ids):
             if self.sharded and self.length == TOKENS_PER_SHARD:
                 self.close()
+                self.shards += 1
                 self._open()
             room = TOKENS_PER_SHARD - self.length if self.sharded else len(ids)
             self.file.write(ids[:room].astype(self.dtype).tobytes())
             self.length += len(ids[:room])
             ids = ids[room:]
 
-    def close(self):
-        self._write_header()
+    def sync(self):
         self.file.flush()
         os.fsync(self.file.fileno())
+
+    def close(self):
+        self._write_header()
+        self.sync()
         self.file.close()
+
+
+def validation_size(seen: int) -> int:
+    """How many of the first `seen` characters of a corpus validate: a tenth; beyond 100 million
+    a smaller and smaller share, spread over all of it (57 million of 10 billion)."""
+    if seen <= VALIDATION:
+        return seen // 10
+    return min(VALIDATION, int(VALIDATION / 10 * (1 + math.log(seen / VALIDATION))))
 
 
 def training_part(lengths: np.ndarray) -> np.ndarray:
     """How many leading characters of each document train; what is left of it validates.
 
-    lengths (n,): the documents' characters. A tenth validates: whole documents, evenly spread,
-    where there are at least ten and they make up a twentieth or more; otherwise the last tenth of
-    each.
+    lengths (n,): the documents' characters. As many as validation_size says validate: whole
+    documents, evenly spread, where there are at least ten and they make up half of it or more;
+    otherwise the end of each: a tenth, or VALIDATION in all.
     """
-    if len(lengths) >= 10:
-        part, seen, held_out = lengths.copy(), 0, 0
-        for i, length in enumerate(lengths):
-            seen += length
-            if held_out + length <= seen // 10:
-                held_out += length
-                part[i] = 0
-        if held_out >= seen // 20:
-            return part
-    return lengths - lengths // 10
+    part, seen, held_out = lengths.copy(), 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        seen += length
+        if held_out + length <= validation_size(seen):
+            held_out += length
+            part[i] = 0
+    if len(lengths) >= 10 and held_out >= validation_size(seen) // 2:
+        return part
+    return lengths - lengths // max(10, seen // VALIDATION)
 
 
 def prepare(config: PrepareConfig) -> Path:
     """Write data/NAME/ as `config` says and return it. Raises UserError."""
     sources = list(config.sources)
-    first = Path(sources[0]).resolve().name if sources else "quickstart"
-    name = config.name or re.sub(r"(?i)\.(txt|md|text|jsonl|jsonl\.gz)$", "", first.strip("."))
+    first = sources[0] if sources else "quickstart"
+    first = Path(first.split(":")[1] if first.startswith("hf:") else first).resolve().name
+    endings = r"(?i)\.(txt|md|text|jsonl|jsonl\.gz|parquet|bin)$"
+    name = config.name or re.sub(endings, "", first.strip("."))
     target = Path("data") / name
     if os.path.exists(target) and not config.overwrite:  # False for a name that is too long
         raise UserError(
             f"{target} is there already: --overwrite=True replaces it, --name keeps both"
         )
+    partial = target.with_name(f".{name}.partial")
+    output, progress = partial / "data", partial / "progress.json"
     try:
-        Path("data").mkdir(exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir="data"))
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = lock_directory(partial)
     except OSError as error:
         raise UserError(f"{target}: cannot be written: {error.strerror}") from None
     try:
-        output = temporary / "data"
-        output.mkdir()
         for i, source in enumerate(sources):
             if source in DOWNLOADS and not Path(source).exists():
-                sources[i] = str(download(source, temporary))
-        _write(config, find_files(sources) if sources else None, output, target)
+                sources[i] = str(download(source, partial))
+        files = find_files(sources) if sources else [None]
+        if any(_format(file) == ".bin" for file in files):
+            found = _copy_token_files(config, files, output)
+        else:
+            found = _encode_files(config, files, output, progress)
+        encoding, train, val, documents, characters, digests = found
+        meta = {
+            "format": 1,
+            "tokenizer": config.tokenizer,
+            "vocab_size": encoding.n_vocab,
+            "documents": documents,
+            "characters": characters,
+            "train": {"tokens": train.tokens, "bytes": train.bytes, "shards": train.shards},
+            "val": {"tokens": val.tokens, "bytes": val.bytes},
+            "sha256": digests[0],  # of the texts in UTF-8, each followed by a zero byte
+        }
+        if len(digests) > 1:  # one for each file
+            meta["sha256"] = hashlib.sha256("".join(digests).encode()).hexdigest()
+        (output / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
         if target.exists():
-            target.rename(temporary / "replaced")
+            target.rename(partial / "replaced")
         output.rename(target)
     except OSError as error:  # it names the file, where it is not for want of space
         raise UserError(f"{target}: cannot be made: {error}") from None
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        lock.close()
+        if output.exists() and progress.exists():
+            print(f"{partial} is kept: the same command goes on from there")
+        else:
+            shutil.rmtree(partial, ignore_errors=True)
+    print(
+        f"{target}: {documents:,} documents, {characters:,} characters; "
+        f"tokenizer {config.tokenizer} with {encoding.n_vocab:,} tokens; "
+        f"{train.tokens:,} tokens to train on, {val.tokens:,} to validate"
+    )
     return target
 
 
-def _write(config, files, output, target):
-    total = sum(file.stat().st_size for file in files) if files else None
+def lock_directory(directory: Path):
+    """Keep other processes out of `directory` until the file that is returned is closed; the
+    system lets go of it when this process ends in any way. Raises UserError."""
+    file = (directory / "lock").open("a")
+    try:
+        if os.name == "nt":
+            import msvcrt
 
-    def documents(label):
-        if files is None:
-            yield from ((text, True) for text in embedded_corpus().values())
-            return
-        hide = not sys.stderr.isatty()
-        with tqdm(desc=label, total=total, unit="B", unit_scale=True, disable=hide) as progress:
-            for file in files:
-                empty = True
-                for piece, ends in read_pieces(file, progress):
-                    empty = empty and not piece
-                    if piece or not empty:
-                        yield piece, ends
-                if empty:
-                    raise UserError(f"{file}: no text in it")
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
 
-    # First reading: is everything text, how long are the documents, which characters are there?
-    alphabet, lengths, length, digest = set(), array.array("q"), 0, hashlib.sha256()
-    for piece, ends in documents("check"):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise UserError(f"{directory} is being written by another process") from None
+    return file
+
+
+def _read_all(files, label, digests):
+    """(n, piece, whether a document ends, digest) for each n-th piece of each file behind those in
+    `digests`, which takes the sha256 of each file's texts, each followed by a zero byte."""
+    total = 0
+    if not any(_format(file) in ("hf:", ".parquet") for file in files):  # their text is longer
+        total = sum(file.stat().st_size for file in files if file)
+    hide = files == [None] or not sys.stderr.isatty()
+    with tqdm(desc=label, total=total or None, unit="B", unit_scale=True, disable=hide) as progress:
+        for file in files[len(digests) :]:
+            digest, n = hashlib.sha256(), 0
+            for piece, ends in read_pieces(file, progress):
+                if piece or n:
+                    n += 1
+                    digest.update(piece.encode() + b"\0" * ends)
+                    yield n, piece, ends, digest
+            if n == 0:
+                raise UserError(f"{file}: no text in it")
+            digests.append(digest.hexdigest())
+
+
+def _check(files, tokenizer):
+    """The first reading: (digests of the files, lengths of the documents, characters for "char",
+    texts for "bpe": all of it, or parts drawn by chance that make up BPE_SAMPLE at most)."""
+    digests, lengths, length, alphabet = [], array.array("q"), 0, set()
+    sample, sampled, share, rng = [], 0, 1.0, random.Random(0)
+    for _, piece, ends, _ in _read_all(files, "check", digests):
         length += len(piece)
-        digest.update(piece.encode())
-        if config.tokenizer == "char":
-            alphabet.update(piece)
         if ends:
             lengths.append(length)
-            digest.update(b"\0")
             length = 0
-    encoding = build_tokenizer(config.tokenizer, alphabet, end_of_text=len(lengths) > 1)
-    has_end = END_OF_TEXT in encoding.special_tokens_set
-    separator = np.array([encoding.eot_token] if has_end else [], dtype=np.uint32)
-    lengths = np.array(lengths, dtype=np.int64)
+        if tokenizer == "char":
+            alphabet.update(piece)
+        for i in range(0, len(piece) if tokenizer == "bpe" else 0, PIECE // 16):
+            if rng.random() < share:
+                sample.append(piece[i : i + PIECE // 16])
+                sampled += len(sample[-1])
+        while sampled > BPE_SAMPLE:
+            share /= 2
+            sample = [text for text in sample if rng.random() < 0.5]
+            sampled = sum(map(len, sample))
+    return digests, np.array(lengths, dtype=np.int64), alphabet, sample
+
+
+def _encode_files(config, files, output, progress_file, once=True):
+    """Encode `files` into `output`; returns (encoding, writers of train and val, documents,
+    characters, digests of the files).
+
+    once: read records only once, where that can be. Every SAVE_EVERY characters, what is written
+    is synced and progress_file says how far the reading was: the next call goes on from there."""
+    once = once and config.tokenizer not in ("char", "bpe")  # which are made from the text
+    once = once and all(_format(file) in RECORDS for file in files)
+    checked, lengths, alphabet, sample = None, np.zeros(0, dtype=np.int64), set(), []
+    if not once:
+        checked, lengths, alphabet, sample = _check(files, config.tokenizer)
     cuts = training_part(lengths)
 
-    # Second reading: encode.
+    same = [config.tokenizer, config.vocab_size, once]
+    for file in files:
+        stat = file.stat() if isinstance(file, Path) else None
+        same.append([str(file), stat and stat.st_size, stat and stat.st_mtime_ns])
+    try:
+        state = SimpleNamespace(**json.loads(progress_file.read_text(encoding="utf-8")))
+        encoding = load_tokenizer(output) if state.same == same else None
+    except (OSError, ValueError, TypeError, AttributeError, UserError):
+        encoding = None
+    if encoding:
+        print(f"going on behind {state.characters:,} characters")
+    else:
+        progress_file.unlink(missing_ok=True)
+        if config.tokenizer == "bpe":
+            encoding = train_bpe(sample, config.vocab_size or 4096)
+        else:
+            several = once or len(lengths) > 1
+            encoding = build_tokenizer(config.tokenizer, alphabet, end_of_text=several)
+        _start(output, encoding)
+        state = SimpleNamespace(same=same, digests=[], train=[0, 0], val=[0, 0])
+        state.pieces, state.digest = 0, ""  # of the file that is being read
+        state.documents = state.characters = state.held_out = 0
+        state.position = 0  # in the document
+    del sample
+    has_end = END_OF_TEXT in encoding.special_tokens_set
+    separator = np.array([encoding.eot_token] if has_end else [], dtype=np.uint32)
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 1 << 16 else np.uint32)
-    train = TokenWriter(output, "train", dtype, sharded=True)
-    val = TokenWriter(output, "val", dtype, sharded=False)
-    again = hashlib.sha256()
+    train = TokenWriter(output, "train", dtype, True, *state.train)
+    val = TokenWriter(output, "val", dtype, False, *state.val)
 
     def parts():
-        """(writer, text) in the order of the text; None where a document ends."""
-        document = position = 0
-        for piece, ends in documents("encode"):
-            again.update(piece.encode() + b"\0" * ends)
-            if document == len(lengths) or not alphabet.issuperset(piece if alphabet else ""):
+        """(writer, text) in the order of the text; None where a document ends; (state, None) where
+        the next call can go on."""
+        skip, saved = state.pieces, state.characters
+        for n, piece, ends, digest in _read_all(files, "encode", state.digests):
+            if skip:  # what was encoded before
+                if n == skip and digest.hexdigest() != state.digest:
+                    return
+                skip = 0 if n == skip else skip
+                continue
+            if once:
+                length = len(piece)
+                fits = state.held_out + length <= validation_size(state.characters + length)
+                state.held_out += length * fits
+                part = 0 if fits else length
+            elif state.documents < len(lengths) and alphabet.issuperset(piece if alphabet else ""):
+                part, length = cuts[state.documents], lengths[state.documents]
+            else:
                 return  # a file has grown since the first reading
-            cut = max(0, cuts[document] - position)
+            cut = max(0, part - state.position)
             for writer, text in ((train, piece[:cut]), (val, piece[cut:])):
                 if text:
                     writer.bytes += len(text.encode())
                     yield writer, text
-            position += len(piece)
+            state.position += len(piece)
+            state.characters += len(piece)
             if ends:
-                if cuts[document] > 0:
+                if part > 0:
                     yield train, None
-                if cuts[document] < lengths[document]:
+                if part < length:
                     yield val, None
-                document, position = document + 1, 0
+                state.documents, state.position = state.documents + 1, 0
+            if state.characters - saved >= SAVE_EVERY:
+                saved, state.pieces, state.digest = state.characters, n, digest.hexdigest()
+                state.train, state.val = [0, train.bytes], [0, val.bytes]
+                yield vars(state) | {"digests": [*state.digests]}, None
+        if skip:
+            state.digests.clear()  # there is less of the text than there was
 
-    for writer, ids in encode_on_all_cores(encoding, parts()):
-        writer.write(separator if ids is None else ids)
+    for key, ids in encode_on_all_cores(encoding, parts()):
+        if isinstance(key, dict):
+            for name, writer in (("train", train), ("val", val)):
+                writer.sync()
+                key[name][0] = writer.tokens
+            new = progress_file.with_suffix(".new")
+            new.write_text(json.dumps(key), encoding="utf-8")
+            new.replace(progress_file)
+        else:
+            key.write(separator if ids is None else ids)
     train.close()
     val.close()
-    if again.digest() != digest.digest():
+    if len(state.digests) < len(files) or (not once and state.digests != checked):
+        progress_file.unlink(missing_ok=True)
         raise UserError("a source changed while it was read: prepare it again")
+    few = state.documents < 10 or state.held_out < validation_size(state.characters) // 2
+    if once and few:  # as in training_part, which has to know their lengths
+        return _encode_files(config, files, output, progress_file, once=False)
+    return encoding, train, val, state.documents, state.characters, state.digests
+
+
+def _start(output, encoding):
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir()
     (output / "tokenizer.json").write_text(tokenizer_to_json(encoding), encoding="utf-8")
-    meta = {
-        "format": 1,
-        "tokenizer": config.tokenizer,
-        "vocab_size": encoding.n_vocab,
-        "documents": len(lengths),
-        "characters": int(lengths.sum()),
-        "train": {"tokens": train.tokens, "bytes": train.bytes, "shards": len(train.files)},
-        "val": {"tokens": val.tokens, "bytes": val.bytes},
-        "sha256": digest.hexdigest(),  # of the texts in UTF-8, each followed by a zero byte
-    }
-    (output / "meta.json").write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-    print(
-        f"{target}: {meta['documents']:,} documents, {meta['characters']:,} characters; "
-        f"tokenizer {config.tokenizer} with {encoding.n_vocab:,} tokens; "
-        f"{train.tokens:,} tokens to train on, {val.tokens:,} to validate"
-    )
+
+
+def _copy_token_files(config, files, output):
+    """Turn token files of llm.c and modded-nanogpt into ours; returns what _encode_files does.
+
+    256 int32 (magic, version, number of tokens), then the ids in uint16:
+    https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py"""
+    splits = ["val" if "val" in file.name.lower() else "train" for file in files]
+    if any(_format(file) != ".bin" for file in files) or len(set(splits)) < 2:
+        raise UserError(
+            "token files (.bin) come with none of another kind; some have val in their names, "
+            "to validate, the others train"
+        )
+    if config.tokenizer in ("char", "byte", "bpe"):
+        raise UserError(f"{files[0]}: add --tokenizer gpt2, or whichever made these ids")
+    for file in files:
+        with file.open("rb") as f:
+            header = np.frombuffer(f.read(1024).ljust(1024, b"\0"), "<i4")
+        whole = file.stat().st_size == 1024 + 2 * int(header[2])
+        if not whole or header[:2].tolist() != [20240520, 1]:
+            raise UserError(f"{file}: not a whole token file (magic 20240520, version 1)")
+    encoding = build_tokenizer(config.tokenizer, (), True)
+    lengths = bytes_per_token(encoding)
+    starts = np.zeros_like(lengths)  # characters that begin in a token
+    for token, rank in encoding._mergeable_ranks.items():
+        starts[rank] = sum(byte & 0xC0 != 0x80 for byte in token)
+    _start(output, encoding)
+    train = TokenWriter(output, "train", np.dtype(np.uint16), True)
+    val = TokenWriter(output, "val", np.dtype(np.uint16), False)
+    documents, characters, digests = 0, 0, []
+    for file, split in zip(tqdm(files, disable=not sys.stderr.isatty()), splits, strict=True):
+        writer, digest = train if split == "train" else val, hashlib.sha256()
+        with file.open("rb") as f:
+            f.seek(1024)
+            while len(ids := np.frombuffer(f.read(PIECE), "<u2")):
+                if ids.max() >= encoding.n_vocab:
+                    raise UserError(
+                        f"{file}: it has the id {ids.max()}, {config.tokenizer} has "
+                        f"{encoding.n_vocab:,} tokens"
+                    )
+                digest.update(ids)
+                writer.write(ids)
+                writer.bytes += int(lengths[ids].sum())
+                characters += int(starts[ids].sum())
+                documents += int((ids == encoding.eot_token).sum())
+        digests.append(digest.hexdigest())
+    train.close()
+    val.close()
+    return encoding, train, val, documents, characters, digests
 
 
 def main():

@@ -209,3 +209,47 @@ def test_an_existing_directory_is_replaced_only_when_asked(tmp_path):
     output_of("prepare.py", "a.txt", "--overwrite", cwd=tmp_path)
     assert split_text(tmp_path / "data" / "a", "train").startswith("two")
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
+
+
+def test_a_bpe_is_the_same_for_the_same_text(tmp_path):
+    pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
+    texts = list(prepare.embedded_corpus().values())
+    (tmp_path / "a.txt").write_text("\n".join(texts), encoding="utf-8")
+    arguments = ["a.txt", "--tokenizer=bpe", "--vocab_size=2000"]
+    for name, threads in (("one", "1"), ("two", "4")):
+        output_of(
+            "prepare.py", *arguments, f"--name={name}", cwd=tmp_path, RAYON_NUM_THREADS=threads
+        )
+    one, two = (tmp_path / "data" / name for name in ("one", "two"))
+    for file in one.iterdir():
+        assert file.read_bytes() == (two / file.name).read_bytes()
+    encoding = load_tokenizer(one)
+    assert (encoding.n_vocab, encoding.eot_token) == (2000, 1999)
+    text = split_text(one, "train") + split_text(one, "val")
+    assert text.replace(prepare.END_OF_TEXT, "") == "\n".join(texts)
+
+
+def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "BPE_SAMPLE", 50_000)
+    monkeypatch.setattr(prepare, "PIECE", 16_000)
+    text = "".join(f"{i} green bottles\n" for i in range(30_000))
+    (tmp_path / "a.txt").write_text(text)
+    sample = prepare._check([tmp_path / "a.txt"], "bpe")[3]
+    assert 20_000 < sum(map(len, sample)) <= 50_000
+    places = [text.index(part) / len(text) for part in sample]
+    assert min(places) < 0.2 and max(places) > 0.8
+    assert sample == prepare._check([tmp_path / "a.txt"], "bpe")[3]
+    monkeypatch.setattr(prepare, "BPE_SAMPLE", len(text))
+    assert "".join(prepare._check([tmp_path / "a.txt"], "bpe")[3]) == text
+
+
+def test_the_tokenizer_of_other_data_or_of_a_checkpoint_is_taken(tmp_path):
+    texts = list(prepare.embedded_corpus().values())
+    (tmp_path / "a.txt").write_text("\n".join(texts), encoding="utf-8")
+    output_of("prepare.py", "a.txt", "--tokenizer=byte", cwd=tmp_path)
+    (tmp_path / "b.txt").write_text("anders 你好\n" * 50, encoding="utf-8")
+    output_of("prepare.py", "b.txt", "--tokenizer=data/a", cwd=tmp_path)
+    assert split_text(tmp_path / "data" / "b", "train").startswith("anders 你好")
+    output_of("prepare.py", "a.txt", "--name=char", cwd=tmp_path)
+    process = run_script("prepare.py", "b.txt", "--tokenizer=data/char", "--name=c", cwd=tmp_path)
+    assert process.returncode == 1 and b"data/char" in process.stderr

@@ -96,6 +96,20 @@ def test_bpe_agrees_everywhere(tmp_path, name):
     agree(small_bpe(PATTERNS[name]), tmp_path, [SAMPLES, *random_texts(3000, unicode_alphabet())])
 
 
+def test_a_bpe_of_ones_own_agrees_everywhere_and_with_its_trainer(tmp_path):
+    """5,000 fuzzed strings, on a tokenizer that prepare.py trained."""
+    rustbpe = pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
+    texts = [SAMPLES, *prepare.embedded_corpus().values()]
+    encoding = prepare.train_bpe(texts, 1000)
+    assert encoding.n_vocab == 1000 and encoding.eot_token == 999
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(texts), 999, pattern=prepare.BPE_PATTERN)
+    fuzzed = random_texts(2500, unicode_alphabet()) + random_texts(2500, texts[1] + SAMPLES, seed=1)
+    agree(encoding, tmp_path, fuzzed)
+    for text in fuzzed:
+        assert trainer.encode(text) == encoding.encode_ordinary(text)
+
+
 def test_gpt2_agrees_everywhere(tmp_path, gpt2_encoding):
     agree(gpt2_encoding, tmp_path, [SAMPLES, *random_texts(3000, unicode_alphabet())])
     assert start_token(load_tokenizer(tmp_path)) == 50256
