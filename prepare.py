@@ -579,7 +579,7 @@ def read_pieces(file: Path | HubFile | None, progress: tqdm) -> Iterator[tuple[s
             yield from ((text, True) for text in embedded_corpus().values())
             return
         if isinstance(file, HubFile):
-            texts = (text for batch in file.rows.iter(1000) for text in batch["text"])
+            texts = (text for batch in file.rows.iter(100) for text in batch["text"])
             yield from _read_rows(file, texts, progress)
             return
         with file.open("rb") as raw:
@@ -662,7 +662,7 @@ def _read_jsonl(file, lines, raw, progress):
 def _read_parquet(file, raw):
     parquet = _package("pyarrow.parquet", "datasets")
     try:
-        for batch in parquet.ParquetFile(raw).iter_batches(1000, columns=["text"]):
+        for batch in parquet.ParquetFile(raw).iter_batches(100, columns=["text"]):
             yield from batch.column("text").to_pylist()
     except (ValueError, KeyError) as error:  # ArrowInvalid is a ValueError
         raise UserError(f'{file}: not a Parquet file with a column "text": {error}') from None
@@ -774,7 +774,7 @@ class TokenWriter:
 
 def validation_size(seen: int) -> int:
     """How many of the first `seen` characters of a corpus validate: a tenth; beyond 100 million
-    a smaller and smaller share, spread over all of it (57 million of 10 billion)."""
+    a smaller and smaller share, spread over all of it (56 million of 10 billion)."""
     if seen <= VALIDATION:
         return seen // 10
     return min(VALIDATION, int(VALIDATION / 10 * (1 + math.log(seen / VALIDATION))))
@@ -881,11 +881,12 @@ def lock_directory(directory: Path):
 def _read_all(files, label, digests):
     """(n, piece, whether a document ends, digest) for each n-th piece of each file behind those in
     `digests`, which takes the sha256 of each file's texts, each followed by a zero byte."""
-    total = 0
-    if not any(_format(file) in ("hf:", ".parquet") for file in files):  # their text is longer
-        total = sum(file.stat().st_size for file in files if file)
-    hide = files == [None] or not sys.stderr.isatty()
-    with tqdm(desc=label, total=total or None, unit="B", unit_scale=True, disable=hide) as progress:
+    sizes = [file.stat().st_size if isinstance(file, Path) else 0 for file in files]
+    done, total = sum(sizes[: len(digests)]), sum(sizes)
+    if any(_format(file) in ("hf:", ".parquet") for file in files):  # of more text than bytes
+        done, total = 0, None
+    bar = dict(desc=label, initial=done, total=total, unit="B", unit_scale=True)
+    with tqdm(**bar, disable=files == [None] or not sys.stderr.isatty()) as progress:
         for file in files[len(digests) :]:
             digest, n = hashlib.sha256(), 0
             for piece, ends in read_pieces(file, progress):

@@ -47,17 +47,20 @@ def tokens(data):
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte"])
-def test_parquet_and_hub_datasets_give_what_their_text_gives(tmp_path, tokenizer):
+def test_parquet_and_hub_datasets_give_what_their_text_gives(tmp_path, monkeypatch, tokenizer):
     pytest.importorskip("datasets", reason="hub datasets: pip install datasets")
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "all.jsonl").write_text(jsonl(DOCUMENTS))
     write_parquet(tmp_path / "local" / "train-0.parquet", DOCUMENTS[:150])
     write_parquet(tmp_path / "local" / "train-1.parquet", [*DOCUMENTS[150:], "", None])
-    sources = {"all.jsonl": "all", "local": "local", f"hf:{tmp_path / 'local'}::train": "hub"}
-    for source, name in sources.items():
-        output_of("prepare.py", source, "--tokenizer", tokenizer, "--name", name, cwd=tmp_path)
-    data = {name: tmp_path / "data" / name for name in sources.values()}
-    assert tokens(data["all"]) == tokens(data["local"]) == tokens(data["hub"])
-    metas = [json.loads((path / "meta.json").read_text()) for path in data.values()]
+    sources = {"all.jsonl": "all", "local": "folder", f"hf:{tmp_path / 'local'}::train": ""}
+    data = [
+        prepare.prepare(PrepareConfig(sources=(source,), tokenizer=tokenizer, name=name))
+        for source, name in sources.items()
+    ]
+    assert data[2].name == "local"  # called after the data set
+    assert tokens(data[0]) == tokens(data[1]) == tokens(data[2])
+    metas = [json.loads((path / "meta.json").read_text()) for path in data]
     assert metas[0]["documents"] == 400
     assert metas[1] == metas[2] == metas[0] | {"sha256": metas[1]["sha256"]}
 
@@ -99,7 +102,7 @@ def test_validation_is_a_tenth_and_bounded():
     assert (giant - prepare.training_part(giant)).item() == 10**8
 
 
-@pytest.mark.parametrize("kind", ["text, char", "jsonl.gz, byte", "parquet, bpe", "hub, byte"])
+@pytest.mark.parametrize("kind", ["text, char", "jsonl.gz, byte", "parquet, bpe"])
 def test_preparation_that_is_killed_goes_on_to_the_same_bytes(tmp_path, kind):
     sources, tokenizer = [], kind.split(", ")[1]
     if tokenizer == "bpe":
@@ -116,9 +119,7 @@ def test_preparation_that_is_killed_goes_on_to_the_same_bytes(tmp_path, kind):
     else:
         for i in range(3):
             write_parquet(tmp_path / "rows" / f"train-{i}.parquet", DOCUMENTS[i:] + DOCUMENTS)
-        sources = [f"hf:{tmp_path / 'rows'}" if kind.startswith("hub") else "rows"]
-        if kind.startswith("hub"):
-            pytest.importorskip("datasets", reason="hub datasets: pip install datasets")
+        sources = ["rows"]
     program = """
 import os, sys, time
 sys.path.insert(0, os.environ["ROOT"])
@@ -140,7 +141,7 @@ config.run(prepare.main)"""
     assert start("whole", 0).wait(60) == 0
     rng, stopped = random.Random(kind), 0
     progress = tmp_path / "data" / ".parts.partial" / "progress.json"
-    for _ in range(1 if kind.startswith("hub") else 2):
+    for _ in range(2):
         process = start("parts", 0.05)
         before = progress.read_bytes() if progress.exists() else b""
         while process.poll() is None and (not progress.exists() or progress.read_bytes() == before):
@@ -168,6 +169,31 @@ def stopped_at(n, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(prepare.TokenWriter, "sync", interrupted)
+
+
+def test_a_hub_dataset_goes_on_in_the_file_where_it_stopped(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="hub datasets: pip install datasets")
+    monkeypatch.chdir(tmp_path)
+    for i in range(3):
+        write_parquet(tmp_path / "rows" / f"train-{i}.parquet", DOCUMENTS[i:])
+    source = f"hf:{tmp_path / 'rows'}"
+    whole = prepare.prepare(PrepareConfig(sources=(source,), tokenizer="byte", name="whole"))
+    monkeypatch.setattr(prepare, "SAVE_EVERY", 20_000)
+    config = PrepareConfig(sources=(source,), tokenizer="byte", name="parts")
+    for n in (5, 13):
+        with monkeypatch.context() as m:
+            stopped_at(n, m)
+            with pytest.raises(KeyboardInterrupt):
+                prepare.prepare(config)
+    read = []
+
+    def read_pieces(file, progress, original=prepare.read_pieces):
+        read.append(file.name)
+        return original(file, progress)
+
+    monkeypatch.setattr(prepare, "read_pieces", read_pieces)
+    assert content(prepare.prepare(config)) == content(whole)
+    assert read == [f"{source}, file 3 of 3"]
 
 
 @pytest.mark.parametrize("change", ["text", "tokenizer", "hub text"])
@@ -233,16 +259,26 @@ def test_two_preparations_of_one_name_do_not_meet(tmp_path):
         ("hf:", ["hf:NAME"]),
     ],
 )
-def test_what_is_no_dataset_is_refused(tmp_path, source, named):
+def test_what_is_no_dataset_is_refused(tmp_path, monkeypatch, source, named):
     pytest.importorskip("datasets", reason="hub datasets: pip install datasets")
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 but not really PAR1")
     write_parquet(tmp_path / "column.parquet", DOCUMENTS[:20], "content")
     write_parquet(tmp_path / "numbers.parquet", [1, 2])
     write_parquet(tmp_path / "rows" / "train.parquet", DOCUMENTS[:20])
     write_parquet(tmp_path / "other" / "train.parquet", DOCUMENTS[:20], "content")
     source = source.replace("FOLDER", str(tmp_path))
-    refused(run_script("prepare.py", source, "--name=x", cwd=tmp_path), *named)
+    with pytest.raises(UserError) as error:
+        prepare.prepare(PrepareConfig(sources=(source,), name="x"))
+    for word in named:
+        assert word in str(error.value)
     assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_missing_dataset_is_one_line(tmp_path):
+    pytest.importorskip("datasets", reason="hub datasets: pip install datasets")
+    process = run_script("prepare.py", f"hf:{tmp_path / 'missing'}", cwd=tmp_path)
+    refused(process, "missing")
 
 
 def write_bin(path, ids, magic=20240520, version=1, count=None):
