@@ -44,6 +44,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import filelock
 import numpy as np
 import tiktoken
 from tqdm import tqdm
@@ -463,23 +464,34 @@ def read_meta(path: str | Path) -> dict[str, Any]:
     return meta
 
 
-def open_tokens(file: Path) -> np.ndarray:
-    """The token ids of a .npy file, (n,) uint16 or uint32, read from the disk as they are used.
+class TokenFile:
+    """The token ids of a .npy file, uint16 or uint32; a slice (of step 1) is read when it is asked
+    for, where a memory map would keep all it has shown.
 
     Raises UserError for another array or a damaged file. The header is matched, not evaluated."""
-    try:
-        if not file.is_file():
-            raise FileNotFoundError("no such file")
-        with file.open("rb") as f:
-            header = NPY_HEADER.fullmatch(f.read(128))
-        if not header:
-            raise ValueError("not a one-dimensional array of uint16 or uint32 in numpy's format")
-        dtype, n = np.dtype(header[1].decode()), int(header[2])
-        if file.stat().st_size != 128 + n * dtype.itemsize:
-            raise ValueError(f"its size is not that of the {n} ids in its header")
-        return np.memmap(file, dtype, "r", offset=128, shape=(n,))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {error}; prepare it again") from None
+
+    def __init__(self, file: Path):
+        self.file = file
+        try:
+            if not file.is_file():
+                raise FileNotFoundError("no such file")
+            with file.open("rb") as f:
+                header = NPY_HEADER.fullmatch(f.read(128))
+            if not header:
+                raise ValueError("not a one-dimensional array of uint16 or uint32")
+            self.dtype, self.length = np.dtype(header[1].decode()), int(header[2])
+            if file.stat().st_size != 128 + self.length * self.dtype.itemsize:
+                raise ValueError(f"its size is not that of the {self.length} ids in its header")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file}: cannot be read: {error}; prepare it again") from None
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self.length)
+        offset = 128 + start * self.dtype.itemsize
+        return np.fromfile(self.file, self.dtype, max(0, stop - start), offset=offset)
 
 
 # ---------------------------------------------------------------------------- reading text
@@ -846,7 +858,7 @@ def prepare(config: PrepareConfig) -> Path:
     except OSError as error:  # it names the file, where it is not for want of space
         raise UserError(f"{target}: cannot be made: {error}") from None
     finally:
-        lock.close()
+        lock.release()
         if output.exists() and progress.exists():
             print(f"{partial} is kept: the same command goes on from there")
         else:
@@ -859,23 +871,15 @@ def prepare(config: PrepareConfig) -> Path:
     return target
 
 
-def lock_directory(directory: Path):
-    """Keep other processes out of `directory` until the file that is returned is closed; the
-    system lets go of it when this process ends in any way. Raises UserError."""
-    file = (directory / "lock").open("a")
+def lock_directory(directory: Path) -> filelock.FileLock:
+    """Keep other processes out of `directory` until release() of what is returned; the system takes
+    the lock back when this process ends, however it does. Raises UserError where it is taken."""
+    lock = filelock.FileLock(directory / ".lock", timeout=0)
     try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        file.close()
-        raise UserError(f"{directory} is being written by another process") from None
-    return file
+        lock.acquire()
+    except filelock.Timeout:
+        raise UserError(f"{directory}: another process is writing there; wait for it") from None
+    return lock
 
 
 def _read_all(files, label, digests):

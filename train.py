@@ -35,7 +35,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,7 +43,6 @@ from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
 from typing import Any, Literal
 
-import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -52,9 +51,18 @@ from torch.distributed.rendezvous import rendezvous
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-from config import UserError, check, load, read_loss, run
+from config import UserError, best_checkpoint, check, load, read_loss, run
 from model import GPT, GPTConfig, checkpoint_directory, pick_device, pick_dtype
-from prepare import PrepareConfig, bytes_per_token, load_tokenizer, prepare, start_token
+from prepare import (
+    PrepareConfig,
+    TokenFile,
+    bytes_per_token,
+    load_tokenizer,
+    lock_directory,
+    prepare,
+    read_meta,
+    start_token,
+)
 
 
 @dataclass
@@ -97,6 +105,7 @@ class TrainConfig:
     vocab_multiple: int = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     fsdp: bool = False  # shard the model over the processes, for one too large for a GPU
     allow_changed_data: bool = False  # resume although the dataset is not what it was
+    curves: bool = True  # loss.png and TensorBoard's files, where these are installed
     wandb: bool = False  # send the curves to Weights & Biases
 
     def __post_init__(self):
@@ -189,7 +198,7 @@ def micro_batches(config: TrainConfig, world_size: int) -> tuple[int, int]:
 
 
 def get_batch(
-    shards: list[np.ndarray],
+    shards: Sequence[np.ndarray | TokenFile],
     config: TrainConfig,
     step: int,
     micro_step: int = 0,
@@ -254,7 +263,7 @@ def check_finite(what: str, value: float, step: int, config: TrainConfig):
 @torch.no_grad()
 def evaluate(
     model: torch.nn.Module,
-    tokens: np.ndarray,
+    tokens: np.ndarray | TokenFile,
     token_bytes: np.ndarray,
     config: TrainConfig,
     rank: int = 0,
@@ -584,20 +593,6 @@ def newest_state(out_dir: Path) -> tuple[Path, dict]:
     raise UserError(f"{out_dir}: no checkpoint to resume; start anew with --overwrite=True")
 
 
-def lock(out_dir: Path) -> filelock.FileLock:
-    """The lock of a run, which the system takes back when this process ends, however it does.
-
-    Raises UserError where another process has it."""
-    held = filelock.FileLock(out_dir / ".lock", timeout=0)
-    try:
-        held.acquire()
-    except filelock.Timeout:
-        raise UserError(
-            f"{out_dir}: another training is writing there; give another --out_dir, or wait"
-        ) from None
-    return held
-
-
 def log_until(file: Path, step: int):
     """Drop what the log has after `step`, which will be done again, and what a crash cut off."""
     kept = []
@@ -622,11 +617,9 @@ def open_boards(config: TrainConfig, out_dir: Path, first_step: int) -> list[Cal
 
     Raises UserError where --wandb is given without the package."""
     boards = []
-    try:
+    if config.curves and importlib.util.find_spec("tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        pass
-    else:
+
         # What a resumed run had written after first_step is hidden.
         writer = SummaryWriter(out_dir / "tensorboard", purge_step=first_step + 1)
 
@@ -639,17 +632,16 @@ def open_boards(config: TrainConfig, out_dir: Path, first_step: int) -> list[Cal
             writer.flush()
 
         boards.append(tensorboard)
-    if config.wandb:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("--wandb=True: pip install wandb, or leave it out") from None
-        run = wandb.init(
-            project="gptling", name=out_dir.name, dir=out_dir, config=dataclasses.asdict(config)
-        )
-        boards.append(lambda entry: run.log(entry, step=entry["step"]))
-    if importlib.util.find_spec("matplotlib"):
+    if config.curves and importlib.util.find_spec("matplotlib"):
         boards.append(lambda entry: "val_loss" in entry and draw_curves(out_dir))
+    if config.wandb:
+        if not importlib.util.find_spec("wandb"):
+            raise UserError("--wandb=True: pip install wandb, or leave it out")
+        import wandb
+
+        settings = dataclasses.asdict(config)
+        run = wandb.init(project="gptling", name=out_dir.name, dir=out_dir, config=settings)
+        boards.append(lambda entry: run.log(entry, step=entry["step"]))
     return boards
 
 
@@ -710,7 +702,7 @@ def main():
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts
         config.resume, config.overwrite = bool(list_checkpoints(out_dir)), True
-    held = lock(out_dir) if rank == 0 and out_dir.is_dir() else None
+    held = lock_directory(out_dir) if rank == 0 and os.path.isdir(out_dir) else None
 
     # ------------------------------------------------------------------------ device
     try:
@@ -720,6 +712,7 @@ def main():
     # Large blocks of memory in huge pages: a step spends less time in page faults. For Linux.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if world_size > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others, it can be ended
         micro_batches(config, world_size)  # where they cannot share the batch, all see it
         join_processes(device, rank, world_size)
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
@@ -757,7 +750,7 @@ def main():
         raise UserError(
             f"{data} is not there: make it with python prepare.py YOUR.txt --name={config.dataset}"
         )
-    fingerprint = sha256(data / "meta.json")
+    fingerprint = read_meta(data)["sha256"]
     if state and state["data"] != fingerprint and not config.allow_changed_data:
         raise UserError(
             f"{data} is not what {out_dir} was trained on: prepare that again, or go on with "
@@ -765,15 +758,10 @@ def main():
         )
     encoding = load_tokenizer(data)
     tokenizer_json = (data / "tokenizer.json").read_text(encoding="utf-8")
-    try:
-        train = [np.load(file, mmap_mode="r") for file in sorted(data.glob("train-*.npy"))]
-        val = np.load(data / "val.npy", mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{data}: cannot be read: {error}; prepare it again") from None
-    if not train or any(ids.ndim != 1 or ids.dtype.kind != "u" for ids in [*train, val]):
-        raise UserError(
-            f"{data}: token files are not one-dimensional and unsigned; prepare it again"
-        )
+    train = [TokenFile(file) for file in sorted(data.glob("train-*.npy"))]
+    val = TokenFile(data / "val.npy")
+    if not train:
+        raise UserError(f"{data}: no train-00000.npy in it; prepare it again")
     for split, n in (("train", max(map(len, train))), ("val", len(val))):
         if n <= config.block_size:
             smaller = f", or set --block_size={n - 1} or less" if n > 1 else ""
@@ -789,16 +777,18 @@ def main():
         if state:
             model = GPT.from_pretrained(checkpoint, dropout=config.dropout)
         elif config.init_from != "scratch":
+            config.init_from = str(best_checkpoint(config.init_from) or config.init_from)
             model = GPT.from_pretrained(config.init_from, dropout=config.dropout)
+            model.crop_block_size(min(config.block_size, model.config.block_size))
         else:
             sizes = {f.name: getattr(config, f.name, 0) for f in dataclasses.fields(GPTConfig)}
             multiple = config.vocab_multiple
             vocab_size = math.ceil(encoding.n_vocab / multiple) * multiple
             model = GPT(GPTConfig(**sizes | {"vocab_size": vocab_size}))
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
     source = checkpoint if state else config.init_from
-    if source != "scratch" and (checkpoint_directory(source) / "tokenizer.json").exists():
+    if source != "scratch":
         its = load_tokenizer(checkpoint_directory(source))
         if its._mergeable_ranks != encoding._mergeable_ranks:
             raise UserError(f"{source} was trained with another tokenizer than that of {data}")
@@ -874,7 +864,7 @@ def main():
     try:
         if rank == 0:
             out_dir.mkdir(parents=True, exist_ok=True)
-            held = held or lock(out_dir)
+            held = held or lock_directory(out_dir)
             for path in out_dir.glob(".checkpoint-*"):  # what a crash has left
                 shutil.rmtree(path)
             for path in list_checkpoints(out_dir):

@@ -250,7 +250,7 @@ def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, ro
     command, *named = row
     place, _, command = command.rpartition(": ")
     script, *arguments = command.split(" ")
-    if arguments[-1] == "--vocab_size=5000":
+    if "--vocab_size=5000" in arguments:
         pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
     if "--device=cuda" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has the GPU that must be missing")

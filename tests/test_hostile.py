@@ -26,10 +26,10 @@ from config import UserError, load, read_preset
 from model import GPT, GPTConfig, next_token_probs
 from prepare import (
     PrepareConfig,
+    TokenFile,
     build_tokenizer,
     encode,
     load_tokenizer,
-    open_tokens,
     prepare,
     read_meta,
     tokenizer_to_json,
@@ -51,7 +51,7 @@ def prepared(raw, tokenizer):
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         Path("a.txt").write_bytes(raw)
         data = prepare(PrepareConfig(("a.txt",), tokenizer))
-        parts = [open_tokens(file) for file in (*sorted(data.glob("train-*")), data / "val.npy")]
+        parts = [TokenFile(file)[:] for file in (*sorted(data.glob("train-*")), data / "val.npy")]
         meta = read_meta(data)
         assert [meta[split]["tokens"] for split in ("train", "val")] == [*map(len, parts)]
         ids = np.concatenate(parts).tolist()
@@ -284,7 +284,7 @@ def mutated(rng, name, raw):
 def use(directory):
     """Open everything in a directory, as the scripts do, and use it."""
     read_meta(directory)
-    int(open_tokens(directory / "val.npy").sum())
+    int(TokenFile(directory / "val.npy")[:].sum())
     encoding = load_tokenizer(directory)
     model = GPT.from_pretrained(directory)
     for text in ("", "aaaaaaaab <|endoftext|>\n\n", "é🙂 it's 123   x"):
@@ -393,14 +393,14 @@ def test_other_token_files_are_refused(tmp_path, monkeypatch, write):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "val.npy")
     with pytest.raises(UserError, match=r"val\.npy"):
-        open_tokens(tmp_path / "val.npy")
+        TokenFile(tmp_path / "val.npy")
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_token_file_has_the_length_in_its_header(tmp_path):
     np.save(tmp_path / "val.npy", np.arange(1000, dtype=np.uint32))
     raw = (tmp_path / "val.npy").read_bytes()
-    assert open_tokens(tmp_path / "val.npy").tolist() == list(range(1000))
+    assert TokenFile(tmp_path / "val.npy")[:].tolist() == list(range(1000))
     for other in (
         raw[:-1],
         raw + b"\0",
@@ -408,7 +408,7 @@ def test_a_token_file_has_the_length_in_its_header(tmp_path):
     ):
         (tmp_path / "val.npy").write_bytes(other)
         with pytest.raises(UserError, match="size"):
-            open_tokens(tmp_path / "val.npy")
+            TokenFile(tmp_path / "val.npy")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from config import UserError
 from model import GPT, GPTConfig
+from prepare import lock_directory
 from tests.conftest import ROOT, TINY, output_of, run_script
 from train import (
     TrainConfig,
@@ -23,7 +25,6 @@ from train import (
     list_checkpoints,
     load_optimizer,
     load_training_state,
-    lock,
     log_until,
     newest_state,
 )
@@ -168,7 +169,7 @@ def test_flags_win_over_the_run_and_are_told(finished):
 
 def test_changed_data_is_refused_unless_allowed(finished):
     meta = finished / "data" / "mine" / "meta.json"
-    meta.write_text(meta.read_text().replace('"sha256": "', '"sha256": "0'))
+    meta.write_text(re.sub('"sha256": "..', '"sha256": "00', meta.read_text()))
     arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=30"]
     process = run_script("train.py", *arguments, cwd=finished)
     assert process.returncode == 1 and b"--allow_changed_data=True" in process.stderr
@@ -271,20 +272,20 @@ def test_two_trainings_in_one_folder_are_refused_and_a_crash_leaves_no_lock(here
     try:
         for more in ([], ["--overwrite"], ["--resume"]):
             second = run_script("train.py", *flags, *more, cwd=here)
-            assert second.returncode == 1 and b"another training" in second.stderr
+            assert second.returncode == 1 and b"another process" in second.stderr
             assert second.stderr.count(b"\n") == 1
     finally:
         process.kill()
         process.communicate()
-    lock(here / "out" / "run").release()
+    lock_directory(here / "out" / "run").release()
 
 
 def test_a_lock_is_for_one(tmp_path):
-    held = lock(tmp_path)
-    with pytest.raises(UserError, match="another training"):
-        lock(tmp_path)
+    held = lock_directory(tmp_path)
+    with pytest.raises(UserError, match="another process"):
+        lock_directory(tmp_path)
     held.release()
-    lock(tmp_path).release()
+    lock_directory(tmp_path).release()
 
 
 # ---------------------------------------------------------------- the curve

@@ -1,0 +1,70 @@
+"""What shows a run elsewhere: TensorBoard's files, loss.png, Weights & Biases."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from tests.conftest import TINY, output_of, run_script
+
+
+@pytest.fixture
+def here(trained, tmp_path):
+    shutil.copytree(trained / "data", tmp_path / "data")
+    return tmp_path
+
+
+def test_tensorboard_and_a_picture_show_what_the_log_says(here):
+    pytest.importorskip("tensorboard", reason="TensorBoard's files: pip install tensorboard")
+    pytest.importorskip("matplotlib", reason="loss.png: pip install matplotlib")
+    from PIL import Image  # matplotlib brings it
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = ["--dataset=mine", *TINY, "--curves=True", "--optimizer=muon", "--log_interval=5"]
+    output_of("train.py", *flags, cwd=here)
+    output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=30", cwd=here)
+    run = here / "out" / "mine"
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    names = "loss val_loss train_loss bits_per_byte lr muon_lr norm tokens_per_s ms".split()
+    assert set(events.Tags()["scalars"]) == set(names)
+    for name in names:
+        shown = [(event.step, event.value) for event in events.Scalars(name)]
+        expected = [(entry["step"], entry[name]) for entry in log if name in entry]
+        assert [step for step, _ in shown] == [step for step, _ in expected]
+        assert [v for _, v in shown] == pytest.approx([v for _, v in expected], rel=1e-6)
+    assert [event.step for event in events.Tensors("sample/text_summary")] == [10, 20, 30]
+    with Image.open(run / "loss.png") as picture:
+        assert picture.size == (960, 600) and len(picture.convert("RGB").getcolors(1 << 20)) > 50
+    assert not list(run.glob(".loss.png*"))
+
+
+def test_weights_and_biases_takes_the_log_without_network(here):
+    pytest.importorskip("wandb", reason="Weights & Biases: pip install wandb")
+    flags = ["--dataset=mine", *TINY, "--wandb=True", "--max_iters=5"]
+    output_of("train.py", *flags, cwd=here, WANDB_MODE="offline")
+    (file,) = (here / "out" / "mine" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"val_loss" in file.read_bytes()
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "matplotlib", "wandb"])
+def test_what_is_not_installed_is_left_out_or_named(here, package):
+    """Packages are hidden by a finder that says they are not there."""
+    hide = (
+        "import sys, importlib.util as u; found = u.find_spec; "
+        f"u.find_spec = lambda name, *a: None if name == {package!r} else found(name, *a); "
+        f"sys.modules[{package!r}] = None"
+    )
+    (here / "sitecustomize.py").write_text(hide)
+    path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
+    flags = ["--dataset=mine", *TINY, "--max_iters=2", "--curves=True", "--wandb=False"]
+    if package == "wandb":
+        process = run_script("train.py", *flags, "--wandb=True", cwd=here, PYTHONPATH=path)
+        error = process.stderr.decode()
+        assert process.returncode == 1 and "pip install wandb" in error and error.count("\n") == 1
+    else:
+        output_of("train.py", *flags, cwd=here, PYTHONPATH=path)
+        missing = {"tensorboard": "tensorboard", "matplotlib": "loss.png"}[package]
+        assert not (here / "out" / "mine" / missing).exists()
