@@ -424,6 +424,8 @@ def _from_vocab(vocab, merges_file):
     """What a tokenizer.json would hold instead of GPT-2's vocab.json and merges.txt."""
     try:
         lines = merges_file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"{merges_file}: not found; it belongs beside vocab.json") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{merges_file}: cannot be read: {error}") from None
     merges = [line for line in lines if line and not line.startswith("#version")]

@@ -90,9 +90,10 @@ def find_checkpoint(path: str) -> Path:
         if not found:
             raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
         path = max({checkpoint.parent for checkpoint in found}, key=os.path.getmtime)
-    best = best_checkpoint(path)
-    if best:
-        return best
+    for _ in range(10):  # a training may add and delete checkpoints while they are looked for
+        best = best_checkpoint(path)
+        if best:
+            return best
     path = Path(path)
     if os.path.isfile(path):
         raise UserError(f"{path}: a file; name a run or a checkpoint directory")

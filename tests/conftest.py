@@ -1,11 +1,14 @@
 """What several test files use: the scripts as a user runs them, and a small trained run."""
 
 import contextlib
+import functools
 import importlib
 import io
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,16 +23,70 @@ TINY = (
 TEXT = "".join(f"{n} green bottles hanging on the wall,\n" for n in range(200))
 
 
-def run_script(script, *arguments, cwd, stdin="", **environment):
-    """Run a script of the project; returns the finished process with its output as text."""
-    return subprocess.run(
-        [sys.executable, ROOT / script, *map(str, arguments)],
-        cwd=cwd,
-        input=stdin if isinstance(stdin, bytes) else stdin.encode(),
-        capture_output=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,  # the models are tiny
+# A process that has imported PyTorch forks a child for each script: a start takes no seconds then.
+FORKS = """
+import json, os, runpy, signal, sys, traceback
+sys.path.insert(0, sys.argv[1])
+import sample, train
+for line in sys.stdin:
+    arguments, cwd, files = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(120)
+        os.chdir(cwd)
+        modes = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
+        for number, (file, mode) in enumerate(zip(files, modes)):
+            os.dup2(os.open(file, mode), number)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
+        sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
+        code = 0
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(1 if isinstance(code, str) else code or 0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@functools.cache
+def forks():
+    return subprocess.Popen(
+        [sys.executable, "-c", FORKS, ROOT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
     )
+
+
+def run_script(script, *arguments, cwd, stdin="", **environment):
+    """Run a script of the project; returns the finished process with its output in bytes."""
+    arguments = [str(ROOT / script), *map(str, arguments)]
+    stdin = stdin if isinstance(stdin, bytes) else stdin.encode()
+    if environment or "--compile" in arguments or not hasattr(os, "fork"):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=cwd,
+            input=stdin,
+            capture_output=True,
+            timeout=120,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,  # the models are tiny
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory) / name for name in ("in", "out", "err")]
+        for file, content in zip(files, (stdin, b"", b""), strict=True):
+            file.write_bytes(content)
+        forks().stdin.write(json.dumps([arguments, str(cwd), list(map(str, files))]) + "\n")
+        forks().stdin.flush()
+        code = int(forks().stdout.readline())
+        return subprocess.CompletedProcess(arguments, code, *(f.read_bytes() for f in files[1:]))
 
 
 def run_here(script, *arguments, cwd):

@@ -424,9 +424,13 @@ def test_another_meta_json_is_refused(tmp_path, change):
 
 def test_shards_that_repeat_a_tensor_are_refused(tmp_path):
     small_checkpoint(tmp_path)
-    shutil.copy(tmp_path / "model.safetensors", tmp_path / "model-00001-of-00002.safetensors")
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for shard in shards:
+        shutil.copy(tmp_path / "model.safetensors", tmp_path / shard)
+    index = {"weight_map": dict(enumerate(shards))}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     GPT.from_pretrained(tmp_path)  # the shards are of an older checkpoint
-    shutil.move(tmp_path / "model.safetensors", tmp_path / "model-00002-of-00002.safetensors")
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="twice"):
         GPT.from_pretrained(tmp_path)
 

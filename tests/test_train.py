@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 import model as model_module
 from config import UserError
 from model import GPT, GPTConfig
+from prepare import TokenFile
 from tests.conftest import ROOT, TINY, output_of, run_script
 from train import (
     Muon,
@@ -398,3 +400,26 @@ def test_tiny_shakespeare_is_prepared_as_published(tmp_path):
     output_of("train.py", preset, "--max_iters=60", "--eval_tokens=5000", cwd=tmp_path)
     (entry,) = [e for e in read_log(tmp_path / "out/shakespeare_char_cpu") if "val_loss" in e]
     assert entry["val_loss"] < 3.0  # ln(65) is 4.17
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_two_hundred_shards_open_unread_and_memory_stays_bounded(tmp_path):
+    """4 GB of tokens, as files with holes; 2,000 batches touch each of the shards."""
+    for n in range(200):
+        with (tmp_path / f"train-{n:05}.npy").open("wb") as file:
+            header = {"descr": "<u2", "fortran_order": False, "shape": (10_000_000,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.truncate(file.tell() + 20_000_000)
+
+    def resident():
+        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+    before = resident()
+    shards = [TokenFile(file) for file in sorted(tmp_path.glob("train-*.npy"))]
+    assert sum(map(len, shards)) == 2_000_000_000 and resident() < before + 5
+    config = TrainConfig(block_size=1024, batch_size=8)
+    get_batch(shards, config, 0)
+    before = resident()
+    for step in range(2000):
+        get_batch(shards, config, step)
+    assert resident() < before + 20  # MB
