@@ -29,7 +29,7 @@ def steps_of(directory: Path, steps: int, seed: int) -> tuple[float, dict]:
     """Train for `steps` in `directory`; returns (seconds of the steps, the last evaluation)."""
     command = [sys.executable, ROOT / "train.py", ROOT / "config" / "quickstart.toml"]
     command += ["--dataset=text", f"--out_dir=out/{steps}", f"--max_iters={steps}"]
-    command += [f"--eval_interval={steps}", "--log_interval=1", f"--seed={seed}"]
+    command += [f"--eval_interval={steps}", "--log_interval=1", f"--seed={seed}", "--curves=False"]
     subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
     lines = (directory / "out" / str(steps) / "log.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
