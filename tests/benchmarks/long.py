@@ -27,9 +27,7 @@ def main():
         log = Path(directory) / "out" / "quickstart" / "log.jsonl"
         command = [sys.executable, ROOT / "train.py", *FLAGS, f"--max_iters={steps}"]
         process = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL)
-        print(
-            "| step | resident memory, MB | ms a step, median of 10 |\n|---|---|---|"
-        )
+        print("| step | resident memory, MB | ms a step, median of 10 |\n|---|---|---|")
         shown = 0
         while process.poll() is None:
             time.sleep(0.05)
