@@ -573,7 +573,7 @@ def test_sigterm_leaves_nothing_of_a_preparation(tmp_path):
     (tmp_path / "large.txt").write_text("some words in a line\n" * 3_000_000)
     command = [sys.executable, ROOT / "prepare.py", "large.txt"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
-    while not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir()):
+    while not (tmp_path / "data" / ".large.partial" / "data").exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
