@@ -34,6 +34,7 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -401,6 +402,28 @@ def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> 
 # ---------------------------------------------------------------------------- processes
 
 
+def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """A part of `store` that only the processes of this start know.
+
+    torchrun's store outlives a restart and has the addresses of processes that are gone; how often
+    it restarted differs between machines. So each process says hello under a name of its own, the
+    first one proposes all names it sees until everyone has accepted the same proposal."""
+    me = uuid.uuid4().hex
+    store.set(f"hello/{rank}", me)
+    while True:
+        if rank == 0:
+            names = b" ".join(store.get(f"hello/{r}") for r in range(world_size))
+            store.set("proposal", names)
+            others = [f"accepted/{r}" for r in range(1, world_size)]
+            if store.check(others) and all(store.get(key) == names for key in others):
+                store.set("agreed", names)
+        elif me.encode() in (names := store.get("proposal")):
+            store.set(f"accepted/{rank}", names)
+        if store.check(["agreed"]) and me.encode() in (names := store.get("agreed")):
+            return dist.PrefixStore(hashlib.sha256(names).hexdigest(), store)
+        time.sleep(0.02)
+
+
 def join_processes(device: str, rank: int, world_size: int):
     """Join the other processes that torchrun has started: gloo between CPUs, NCCL between GPUs.
 
@@ -416,9 +439,7 @@ def join_processes(device: str, rank: int, world_size: int):
     try:
         if device == "cuda":
             torch.cuda.set_device(local_rank)
-        store, _, _ = next(rendezvous("env://"))
-        # torchrun's store outlives a restart, and has the addresses of processes that are gone.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = fresh_store(next(rendezvous("env://"))[0], rank, world_size)
         # Decisions travel between CPUs also where gradients do not, so that no GPU waits for them.
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
@@ -449,14 +470,17 @@ def shard(model: GPT, device: str, world_size: int):
     register_fsdp_forward_method(model, "next_logits")  # generation goes in by another door
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered, which all processes must call; any other as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def gather(tensor: torch.Tensor, rank: int) -> torch.Tensor | None:
+    """A tensor, whole, on the CPU of the first process; all must call it for a sharded one."""
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.cpu() if rank == 0 else None
 
 
-def whole_model(model: GPT) -> GPT:
-    """A sharded model gathered on the CPU, which all processes must call."""
-    weights = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+def gather_model(model: GPT, rank: int) -> GPT | None:
+    """A sharded model, whole, on the CPU of the first process; all must call it."""
+    weights = {name: gather(tensor, rank) for name, tensor in model.state_dict().items()}
+    if rank > 0:
+        return None
     with torch.device("meta"):  # takes no memory
         copy = GPT(model.config)
     copy.load_state_dict(weights, assign=True)
@@ -497,7 +521,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, stored: dict):
 def list_checkpoints(out_dir: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     found = [path for path in out_dir.glob("checkpoint-*") if (path / "metrics.json").is_file()]
-    return sorted((path for path in found if re.fullmatch(r".*-\d+", path.name)), key=step_of)
+    return sorted(
+        (path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)), key=step_of
+    )
 
 
 def step_of(checkpoint: Path) -> int:
@@ -896,9 +922,9 @@ def main():
         state |= {"overflows": overflows, "optimizers": []}
         for optimizer in optimizers:
             its = optimizer.state_dict()["state"]
-            its = {i: {k: whole(v).cpu() for k, v in tensors.items()} for i, tensors in its.items()}
+            its = {i: {k: gather(v, rank) for k, v in own.items()} for i, own in its.items()}
             state["optimizers"].append(its)
-        its = whole_model(model) if sharded else model
+        its = gather_model(model, rank) if sharded else model
         if rank == 0:
             os.fsync(log_file.fileno())
             save_checkpoint(out_dir, its, tokenizer_json, state, metrics, config.keep_last)
@@ -951,7 +977,7 @@ def main():
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        norm = whole(norm)
+        norm = norm.full_tensor() if sharded else norm
         done = step + 1
         due = done % config.log_interval == 0 or done == config.max_iters
         if due or device == "cpu":  # elsewhere a look at each step would wait for the GPU
