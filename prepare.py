@@ -881,6 +881,8 @@ def lock_directory(directory: Path) -> filelock.FileLock:
         lock.acquire()
     except filelock.Timeout:
         raise UserError(f"{directory}: another process is writing there; wait for it") from None
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
     return lock
 
 

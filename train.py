@@ -38,7 +38,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
@@ -48,11 +48,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch.distributed.rendezvous import rendezvous
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-from config import UserError, best_checkpoint, check, load, read_loss, run
+from config import UserError, best_checkpoint, check, load, run
 from model import GPT, GPTConfig, checkpoint_directory, pick_device, pick_dtype
 from prepare import (
     PrepareConfig,
@@ -70,7 +69,7 @@ from prepare import (
 class TrainConfig:
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
     out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
-    resume: bool = False  # go on from the newest checkpoint in out_dir, with its configuration
+    resume: bool = False  # go on from the newest checkpoint in out_dir; flags win, not presets
     overwrite: bool = False  # delete the run that is in out_dir
     init_from: str = "scratch"  # scratch, a checkpoint directory, or the hub name of a GPT-2
     block_size: int = 1024  # window: how many tokens the model sees at once
@@ -402,7 +401,7 @@ def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> 
 # ---------------------------------------------------------------------------- processes
 
 
-def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+def fresh_store(store: "dist.Store", rank: int, world_size: int) -> "dist.Store":
     """A part of `store` that only the processes of this start know.
 
     torchrun's store outlives a restart and has the addresses of processes that are gone; how often
@@ -428,6 +427,8 @@ def join_processes(device: str, rank: int, world_size: int):
     """Join the other processes that torchrun has started: gloo between CPUs, NCCL between GPUs.
 
     Raises UserError for a GPU that is not there, or an address that cannot be used."""
+    from torch.distributed.rendezvous import rendezvous  # not every PyTorch has it
+
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "mps":
         raise UserError(f"--device=mps: one GPU cannot serve {world_size} processes; use cpu")
@@ -505,6 +506,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, stored: dict):
             shape = torch.Size() if name == "step" else parameter.shape
             if tensor.shape != shape or not tensor.is_floating_point():
                 raise ValueError(f"the state of parameter {i} has not its shape")
+            # Memory of its own, whatever strides a file gives it: the optimizer writes there.
+            state[i][name] = tensor = torch.empty(shape, dtype=tensor.dtype).copy_(tensor)
             if hasattr(parameter, "device_mesh") and name != "step":
                 from torch.distributed.tensor import distribute_tensor
 
@@ -556,10 +559,11 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"{final}: cannot be written: {error}") from error
     checkpoints = list_checkpoints(out_dir)
-    best = min(checkpoints, key=read_loss)
+    best = best_checkpoint(out_dir)
     for path in checkpoints[:-keep_last]:
         if path != best:
-            delete(path)
+            with suppress(OSError):  # open in another program, on Windows: at the next one, then
+                delete(path)
 
 
 def delete(checkpoint: Path):
@@ -584,7 +588,8 @@ def _sync(path):
 
 
 # What torch.load makes of a file that is missing, cut short, or something else.
-DAMAGED = (OSError, RuntimeError, EOFError, UnpicklingError, LookupError, ValueError, TypeError)
+DAMAGED = (OSError, RuntimeError, EOFError, UnpicklingError)
+DAMAGED += (LookupError, ValueError, TypeError, AttributeError)
 
 
 def load_training_state(checkpoint: Path) -> dict:
@@ -601,6 +606,9 @@ def load_training_state(checkpoint: Path) -> dict:
         state = torch.load(file, map_location="cpu", weights_only=True)
         if any(type(state[key]) is not kind for key, kind in STATE.items()) or state["format"] != 1:
             raise ValueError("training_state.pt is of another version")
+        fits = set(FIXED) <= state["config"].keys() and state["step"] == step_of(checkpoint)
+        if not fits or not 0 <= state["recent_steps"] <= state["step"]:
+            raise ValueError("training_state.pt belongs to another checkpoint")
         return state
     except DAMAGED as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
@@ -726,8 +734,6 @@ def main():
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:  # torchrun --max-restarts
-        config.resume, config.overwrite = bool(list_checkpoints(out_dir)), True
     held = lock_directory(out_dir) if rank == 0 and os.path.isdir(out_dir) else None
 
     # ------------------------------------------------------------------------ device
@@ -739,8 +745,11 @@ def main():
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if world_size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others, it can be ended
-        micro_batches(config, world_size)  # where they cannot share the batch, all see it
         join_processes(device, rank, world_size)
+    # torchrun --max-restarts, which counts on each machine for itself
+    if agree(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), world_size):
+        config.resume = agree(len(list_checkpoints(out_dir)), world_size) > 0
+        config.overwrite = True
     gpu = torch.cuda.get_device_name() if device == "cuda" else ""
 
     # ------------------------------------------------------------------------ the run so far
@@ -799,12 +808,13 @@ def main():
     token_bytes = bytes_per_token(encoding)
 
     # ------------------------------------------------------------------------ model
+    source = checkpoint if state else config.init_from
     try:
         if state:
             model = GPT.from_pretrained(checkpoint, dropout=config.dropout)
         elif config.init_from != "scratch":
-            config.init_from = str(best_checkpoint(config.init_from) or config.init_from)
-            model = GPT.from_pretrained(config.init_from, dropout=config.dropout)
+            source = best_checkpoint(config.init_from) or config.init_from
+            model = GPT.from_pretrained(source, dropout=config.dropout)
             model.crop_block_size(min(config.block_size, model.config.block_size))
         else:
             sizes = {f.name: getattr(config, f.name, 0) for f in dataclasses.fields(GPTConfig)}
@@ -813,7 +823,6 @@ def main():
             model = GPT(GPTConfig(**sizes | {"vocab_size": vocab_size}))
     except (OSError, ValueError) as error:
         raise UserError(str(error)) from None
-    source = checkpoint if state else config.init_from
     if source != "scratch":
         its = load_tokenizer(checkpoint_directory(source))
         if its._mergeable_ranks != encoding._mergeable_ranks:
@@ -855,6 +864,12 @@ def main():
         # The other name that PyTorch 2.13 warns about is not there before it.
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
+            idx = torch.zeros(1, config.block_size, dtype=torch.int64, device=device)
+            with autocast:
+                loss = parallel(idx, idx, need_logits=not config.recompute)[1]
+            loss.backward()
+            model.zero_grad()
     to_compile = device == "cuda" if config.compile == "auto" else config.compile == "True"
     compiled = torch.compile(parallel) if to_compile else parallel
 
@@ -867,7 +882,8 @@ def main():
     if state:
         try:
             for optimizer, its in zip(optimizers, state["optimizers"], strict=True):
-                load_optimizer(optimizer, its)
+                if state["overflows"] < state["step"]:  # otherwise it has had no step yet
+                    load_optimizer(optimizer, its)
             if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
                 scaler.load_state_dict(state["scaler"])
             first_step, best, overflows = state["step"], state["best"], state["overflows"]
@@ -877,10 +893,13 @@ def main():
             raise UserError(f"{checkpoint}/training_state.pt does not fit: {error}") from None
 
     # ------------------------------------------------------------------------ output folder
+    place = next(model.parameters()).device
+
     def load_batch(step, micro_step):
         x, y = get_batch(train, config, step, micro_step, rank, world_size)
         check_ids(torch.stack([x, y]), vocab_size, str(data))
         if device == "cuda":
+            torch.cuda.set_device(place)  # this thread's, which would be the first GPU
             x, y = x.pin_memory(), y.pin_memory()
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
@@ -891,13 +910,17 @@ def main():
         if rank == 0:
             out_dir.mkdir(parents=True, exist_ok=True)
             held = held or lock_directory(out_dir)
+            if not (state or config.overwrite) and list_checkpoints(out_dir):
+                raise UserError(f"{out_dir}: another run has come to its end there meanwhile")
             for path in out_dir.glob(".checkpoint-*"):  # what a crash has left
                 shutil.rmtree(path)
             for path in list_checkpoints(out_dir):
                 if state is None:
                     delete(path)  # and nothing else that may lie in the folder
                 elif step_of(path) > first_step:  # damaged: it would count as the newest
-                    path.replace(path.with_name(f"damaged-{path.name}"))
+                    aside = path.with_name(f"damaged-{path.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
             if state and log_path.exists():
                 log_until(log_path, first_step)
         log_file = log_path.open("a" if state else "w", encoding="utf-8")
@@ -916,6 +939,8 @@ def main():
 
     def save(metrics):
         """A checkpoint of now; every process gives its shards, the first one writes."""
+        if rank > 0 and not sharded:
+            return
         state = {"format": 1, "step": metrics["step"], "data": fingerprint}
         state |= {"config": dataclasses.asdict(config), "scaler": scaler.state_dict()}
         state |= {"best": best, "recent": recent.item(), "recent_steps": recent_steps}
@@ -926,7 +951,6 @@ def main():
             state["optimizers"].append(its)
         its = gather_model(model, rank) if sharded else model
         if rank == 0:
-            os.fsync(log_file.fileno())
             save_checkpoint(out_dir, its, tokenizer_json, state, metrics, config.keep_last)
 
     tokens_per_step = micro_batch_size * config.block_size * micro_steps * world_size
@@ -1048,6 +1072,8 @@ def main():
         signal_number = agree(stopped[0] if stopped else 0, world_size)
         if signal_number:
             if recent_steps:  # not saved just now
+                if not scaler.is_enabled():
+                    check_finite("the gradient's norm", norm.item(), done, config)
                 check_finite("a loss", recent.item(), done, config)
                 save({"step": done})
             exit_code = 128 + signal_number
@@ -1058,6 +1084,8 @@ def main():
     else:
         print(f"{time.perf_counter() - started:.0f} s; next: python sample.py {out_dir}")
     if world_size > 1:
+        if config.wandb and rank == 0:
+            sys.modules["wandb"].finish()
         sys.stdout.flush()
         os._exit(exit_code)  # gloo's threads can abort an exit through the interpreter
     return exit_code

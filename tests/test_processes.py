@@ -54,9 +54,9 @@ def here(trained, tmp_path):
 
 
 def torchrun(script, *arguments, cwd, options=()):
-    """Two processes of a script in the background."""
+    """Two processes of a script in the background, or as many as the options say."""
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, *TORCHRUN, script, *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *TORCHRUN, *options, script, *arguments],
         cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -134,7 +134,7 @@ def test_a_run_moves_between_one_process_ddp_and_fsdp(trained, here):
         (30, True, []),
         (40, True, ["--fsdp=True"]),
     ):
-        # Each part believes that it is the whole run, and is stopped by what comes after it.
+        # Each part trains to its end, of which what is beyond `step` is taken away.
         flags = [*arguments, *more, *([*FLAGS, "--max_iters=40"] if step == 10 else ["--resume"])]
         if two:
             finish(torchrun(ROOT / "train.py", *flags, cwd=here))
@@ -146,6 +146,19 @@ def test_a_run_moves_between_one_process_ddp_and_fsdp(trained, here):
                 shutil.rmtree(path)
     for ours, others in zip(losses(here / "out" / "one"), losses(run), strict=True):
         assert ours == pytest.approx(others, abs=1e-5)
+
+
+def test_three_processes_that_resume_equal_three_that_did_not_stop(here):
+    """With two, the order of a sum does not show: a + b is b + a."""
+    flags = [*FLAGS, "--batch_size=12", "--keep_last=9", "--dropout=0.1", "--out_dir=out/whole"]
+    three = ["--nproc_per_node=3"]
+    finish(torchrun(ROOT / "train.py", *flags, cwd=here, options=three))
+    shutil.copytree(here / "out" / "whole", here / "out" / "parts")
+    shutil.rmtree(here / "out" / "parts" / "checkpoint-20")
+    resume = ["--resume", "--out_dir=out/parts"]
+    assert "from step 10" in finish(torchrun(ROOT / "train.py", *resume, cwd=here, options=three))
+    assert largest_difference(weights(here / "out/whole"), weights(here / "out/parts")) == 0
+    assert losses(here / "out" / "whole") == losses(here / "out" / "parts")
 
 
 def test_torchrun_that_is_stopped_saves_and_goes_on(here):
