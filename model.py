@@ -31,9 +31,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-LOSS_ROWS = 256  # of logits held at a time, (LOSS_ROWS, V), where the loss alone is wanted
+CACHED = 1 << 22  # float32 numbers that a CPU's cache takes, about
 MAX_BLOCK = 1 << 14  # positions: the causal mask takes their square in bytes, 268 MB
 MAX_JSON = 1 << 26  # bytes of a JSON file; a tokenizer.json has about 40 a token
 END_OF_TEXT = "<|endoftext|>"
@@ -271,6 +271,44 @@ class Block(nn.Module):
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     """Under autocast too: a sum over V exponentials needs the digits."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The sum of -log softmax(x W^T)[target], in nats: apply(x, W, targets, need_gradient).
+
+    x (N, C) hidden states, W (V, C) the output layer, targets (N,), of which -100 does not count.
+    The gradient of the logits is softmax - one-hot, at hand as soon as the loss is, and takes their
+    place (Hsu et al. 2024, https://arxiv.org/abs/2410.10989): memory holds (N, V) numbers once, in
+    the dtype of products, and a CPU a few rows of them in float32, as many as its cache takes.
+    """
+
+    @staticmethod
+    def forward(ctx, x, W, targets, need_gradient):
+        device, dtype, loss = x.device.type, x.dtype, 0.0
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        low_x, low_W = x.to(dtype), W.to(dtype)
+        logits = low_x @ low_W.T  # (N, V)
+        rows = max(1, CACHED // len(W)) if device == "cpu" else len(x)
+        for part, target in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
+            counts = target != -100
+            target = target.masked_fill(~counts, 0)
+            scores = at_least_float32(part)
+            scores = scores - scores.amax(dim=1, keepdim=True)  # so that no exponential overflows
+            own = scores.gather(1, target)
+            sums = scores.exp_().sum(dim=1, keepdim=True)
+            loss += (sums.log() - own).masked_fill(~counts, 0).sum()
+            if need_gradient:
+                scores *= counts / sums  # softmax
+                part.copy_(scores.scatter_add_(1, target, -counts.to(scores.dtype)))
+        if need_gradient:
+            ctx.save_for_backward((logits @ low_W).to(x.dtype), (logits.T @ low_x).to(W.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return *(saved.mul_(gradient) for saved in ctx.saved_tensors), None, None
 
 
 def next_token_probs(
@@ -535,29 +573,21 @@ class GPT(nn.Module):
 
         idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S.
-        need_logits=False: with targets, None in the place of logits, and the loss takes memory for
-        LOSS_ROWS of them at a time instead of all; they are computed again for the gradient.
+        need_logits=False: with targets, None in the place of logits, which then never are in memory
+        all at once (see CrossEntropy): for training and evaluation.
         Raises ValueError for more than block_size tokens, IndexError for an id outside 0..V-1.
         """
         x = self.hidden(idx, padding_mask, cache)
         if targets is not None and not need_logits:
-            return None, self.chunked_loss(x.flatten(0, 1), targets.flatten())
+            total = CrossEntropy.apply(
+                x.flatten(0, 1), self.wte.weight, targets.flatten(), torch.is_grad_enabled()
+            )
+            return None, total / (targets != -100).sum()
         logits = self.lm_head(x)
         if targets is None:
             return logits, None
         rows = at_least_float32(logits.flatten(0, 1))
         return logits, F.cross_entropy(rows, targets.flatten(), ignore_index=-100)
-
-    def chunked_loss(self, x, targets):
-        """The mean cross-entropy of hidden states x (N, C), LOSS_ROWS at a time; targets (N,)."""
-
-        def summed(x, targets):
-            logits = at_least_float32(self.lm_head(x))
-            return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-
-        chunks = zip(x.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True)
-        total = sum(checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks)
-        return total / (targets != -100).sum()
 
     def next_logits(self, idx, padding_mask=None, cache=None):
         """Logits (B, V) in float32 for the token after each row; arguments as for forward."""

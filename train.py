@@ -21,6 +21,7 @@ References:
 - Zhao et al. 2023, fully sharded training, https://arxiv.org/abs/2304.11277
 """
 
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -288,7 +289,7 @@ def evaluate(
         idx, targets = torch.zeros(rows * T, dtype=torch.int64), torch.full((rows * T,), -100)
         idx[:count], targets[:count] = (torch.from_numpy(ids) for ids in (window[:-1], window[1:]))
         idx, targets = (ids.view(rows, T).to(device) for ids in (idx, targets))
-        loss = model(idx, targets, need_logits=not config.recompute)[1]
+        loss = model(idx, targets, need_logits=False)[1]
         if count:  # the loss is a mean over the targets given
             totals[0] += loss.cpu().double() * count
             totals[1] += int(token_bytes[window[1:]].sum())
@@ -389,6 +390,15 @@ def recompute_blocks(model: GPT):
     """Keep only the inputs of blocks for the backward pass and compute the rest again there."""
     for block in model.h:
         block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+
+
+def keep_freed_memory():
+    """Let glibc's malloc keep what is freed for the next step, large blocks too, which otherwise go
+    back to the system and come again as pages of zeros. Without glibc nothing changes."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:
@@ -741,8 +751,8 @@ def main():
         device = pick_device(config.device)
     except ValueError as error:
         raise UserError(f"--device: {error}") from None
-    # Large blocks of memory in huge pages: a step spends less time in page faults. For Linux.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if device == "cpu":
+        keep_freed_memory()
     if world_size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others, it can be ended
         join_processes(device, rank, world_size)
@@ -846,10 +856,7 @@ def main():
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = nullcontext()
     if config.dtype != "float32":
-        # Without the cache each chunk of the loss gives its gradient to float32, not to a shared
-        # copy of the weights in 16 bits.
-        cache = not config.recompute
-        autocast = torch.autocast(device, getattr(torch, config.dtype), cache_enabled=cache)
+        autocast = torch.autocast(device, getattr(torch, config.dtype))
     if config.recompute:
         recompute_blocks(model)
     n_parameters = model.num_parameters()
@@ -867,7 +874,7 @@ def main():
         for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
             idx = torch.zeros(1, config.block_size, dtype=torch.int64, device=device)
             with autocast:
-                loss = parallel(idx, idx, need_logits=not config.recompute)[1]
+                loss = parallel(idx, idx, need_logits=False)[1]
             loss.backward()
             model.zero_grad()
     to_compile = device == "cuda" if config.compile == "auto" else config.compile == "True"
@@ -990,7 +997,7 @@ def main():
             if parallel is not model:  # DDP: gradients travel once, with the last micro-batch
                 parallel.require_backward_grad_sync = micro_step == micro_steps - 1
             with autocast:
-                loss = compiled(x, y, need_logits=not config.recompute)[1]
+                loss = compiled(x, y, need_logits=False)[1]
             # Micro-batches have equally many targets: the mean of their means is the batch's mean.
             loss = loss / micro_steps
             step_loss += loss.detach()

@@ -9,7 +9,6 @@ pip install -e '.[bench]'.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -73,11 +72,12 @@ def time_to_loss(repetitions: int):
 
 def worker(case: dict):
     """Some steps of one kind; prints the median milliseconds and the peak memory as JSON."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as train.py does
     import torch
 
     from model import GPT, GPTConfig
-    from train import TrainConfig, configure_optimizers, recompute_blocks
+    from train import TrainConfig, configure_optimizers, keep_freed_memory, recompute_blocks
+
+    keep_freed_memory()
 
     fields, batch_size = SIZES[case["size"]]
     config = GPTConfig(**fields)
@@ -106,8 +106,7 @@ def worker(case: dict):
             if case["who"] == "transformers":
                 loss = compiled(input_ids=idx[:, :-1], labels=idx[:, :-1]).loss
             else:
-                need_logits = not case.get("recompute", False)
-                loss = compiled(idx[:, :-1], idx[:, 1:], need_logits=need_logits)[1]
+                loss = compiled(idx[:, :-1], idx[:, 1:], need_logits=False)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
