@@ -30,7 +30,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -52,7 +51,7 @@ from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-from config import UserError, best_checkpoint, check, load, run
+from config import UserError, best_checkpoint, check, list_checkpoints, load, run, step_of
 from model import GPT, GPTConfig, checkpoint_directory, pick_device, pick_dtype
 from prepare import (
     PrepareConfig,
@@ -529,18 +528,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, stored: dict):
 
 
 # ---------------------------------------------------------------------------- checkpoints
-
-
-def list_checkpoints(out_dir: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    found = [path for path in out_dir.glob("checkpoint-*") if (path / "metrics.json").is_file()]
-    return sorted(
-        (path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)), key=step_of
-    )
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def save_checkpoint(

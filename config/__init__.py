@@ -182,12 +182,21 @@ def read_loss(checkpoint: Path) -> float:
     return float(loss) if _is_number(loss) else math.inf
 
 
-def best_checkpoint(run: str | Path) -> Path | None:
-    """The checkpoint with the lowest validation loss in the directory of a run, the newest of equal
-    ones; None elsewhere."""
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def list_checkpoints(run: str | Path) -> list[Path]:
+    """The checkpoints in the directory of a run, oldest first; none elsewhere."""
     files = Path(run).glob("checkpoint-*/metrics.json") if os.path.isdir(run) else []
     found = [file.parent for file in files if re.fullmatch(r"checkpoint-\d+", file.parent.name)]
-    return min(found, key=lambda path: (read_loss(path), -int(path.name[11:])), default=None)
+    return sorted(found, key=step_of)
+
+
+def best_checkpoint(run: str | Path) -> Path | None:
+    """The checkpoint of a run with the lowest validation loss, the newest of equal ones."""
+    found = list_checkpoints(run)
+    return min(found, key=lambda path: (read_loss(path), -step_of(path)), default=None)
 
 
 def check(cls: type, name: str, value: Any, where: str) -> Any:

@@ -1,7 +1,4 @@
-"""A checkpoint as one .gguf file, for llama.cpp, Ollama and LM Studio. Needs the package gguf.
-
-python docs/to_gguf.py out/mine/checkpoint-700 mine.gguf
-"""
+"""For llama.cpp, Ollama, LM Studio: python docs/to_gguf.py out/mine/checkpoint-700 mine.gguf"""
 
 import json
 import sys
@@ -14,12 +11,10 @@ from safetensors.numpy import load_file
 END = "<|endoftext|>"
 # llama.cpp has split patterns of its own: what tells that ours is one of them, and its name there.
 SPLITS = {r"\p{Lu}": "gpt-4o", r"\p{N}{1,3}": "llama-bpe", r" ?\p{N}+": "gpt-2", r"[\s\S]": "gpt-2"}
-
-source, target = Path(sys.argv[1]), sys.argv[2]
+source = Path(sys.argv[1])
 config = json.loads((source / "config.json").read_bytes())
 tokenizer = json.loads((source / "tokenizer.json").read_bytes())
 weights = load_file(source / "model.safetensors")
-
 vocab = tokenizer["model"]["vocab"]
 merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
 if not merges:  # char puts a character together byte by byte; byte needs none, llama.cpp needs one
@@ -35,22 +30,16 @@ if END not in names.values():  # llama.cpp would end at token 11
     names[len(wte)] = END
     wte = np.vstack([wte, wte.mean(axis=0)])  # its logit is the mean: never the highest
 tokens = [names.get(id, f"[unused {id}]") for id in range(len(wte))]
-
-writer = gguf.GGUFWriter(target, "gpt2")
-writer.add_block_count(config["n_layer"])
-writer.add_context_length(config["n_positions"])
-writer.add_embedding_length(config["n_embd"])
-writer.add_feed_forward_length(4 * config["n_embd"])
-writer.add_head_count(config["n_head"])
-writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-writer.add_tokenizer_model("gpt2")
-writer.add_tokenizer_pre(split)
-writer.add_token_list(tokens)
-writer.add_token_types([1 if token in vocab else 3 for token in tokens])  # normal, control
-writer.add_token_merges(merges)
-writer.add_bos_token_id(tokens.index(END))
-writer.add_eos_token_id(tokens.index(END))
-writer.add_add_bos_token(False)
+writer, end = gguf.GGUFWriter(sys.argv[2], "gpt2"), tokens.index(END)
+fields = dict(
+    block_count=config["n_layer"], context_length=config["n_positions"],
+    embedding_length=config["n_embd"], feed_forward_length=4 * config["n_embd"],
+    head_count=config["n_head"], layer_norm_eps=1e-5, tokenizer_model="gpt2", tokenizer_pre=split,
+    token_types=[1 if token in vocab else 3 for token in tokens],  # normal, control
+    token_list=tokens, token_merges=merges, bos_token_id=end, eos_token_id=end, add_bos_token=False,
+)  # fmt: skip
+for name in fields:
+    getattr(writer, f"add_{name}")(fields[name])
 their = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config["n_layer"])
 for name, tensor in (weights | {"transformer.wte.weight": wte}).items():
     tensor = tensor.T if ".h." in name and tensor.ndim == 2 else tensor  # GPT-2's are transposed

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
-from config import run
+from config import list_checkpoints, run
 
 
 def start(arguments):
@@ -54,7 +54,7 @@ def main():
     while_writing = 0
     for kill in range(kills):
         since = time.time()
-        child = start(resume if train.list_checkpoints(out_dir) else flags)
+        child = start(resume if list_checkpoints(out_dir) else flags)
         while kill % 2 and not writing(out_dir, since):
             time.sleep(0.0005)
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run ended before it was killed"
@@ -63,7 +63,7 @@ def main():
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), f"the run ended before it was killed, with {status}"
         while_writing += writing(out_dir, since)
-    _, status = os.waitpid(start(resume if train.list_checkpoints(out_dir) else flags), 0)
+    _, status = os.waitpid(start(resume if list_checkpoints(out_dir) else flags), 0)
     print(kills, while_writing)
     return os.waitstatus_to_exitcode(status)
 

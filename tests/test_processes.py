@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from config import list_checkpoints
 from tests.conftest import ROOT, TINY, run_script
-from train import TrainConfig, list_checkpoints, micro_batches
+from train import TrainConfig, micro_batches
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this PyTorch is built without torch.distributed"
@@ -29,15 +30,15 @@ torch.set_default_dtype(torch.float64)
 import train
 train.run(train.main)
 """
-# train.py, in which the second process dies by itself in its first life.
+# train.py, in which the second process alone gets a signal in its first life.
 MORTAL = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 import train
 rate = train.learning_rate_at
 def learning_rate_at(step, config):
-    if step == 14 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 12 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.Signals[os.environ["GETS"]])
     return rate(step, config)
 train.learning_rate_at = learning_rate_at
 train.run(train.main)
@@ -53,12 +54,12 @@ def here(trained, tmp_path):
     return tmp_path
 
 
-def torchrun(script, *arguments, cwd, options=()):
+def torchrun(script, *arguments, cwd, options=(), **environment):
     """Two processes of a script in the background, or as many as the options say."""
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *TORCHRUN, *options, script, *arguments],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -181,19 +182,26 @@ def test_torchrun_that_is_stopped_saves_and_goes_on(here):
 
 
 def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
-    arguments = [*FLAGS, "--eval_interval=5"]
-    whole = torchrun(ROOT / "train.py", *arguments, "--out_dir=out/whole", cwd=here)
-    restarted = torchrun(
-        "mortal.py", *arguments, "--out_dir=out/restarted", cwd=here, options=["--max-restarts=1"]
-    )
+    flags, options = [*FLAGS, "--eval_interval=5"], ["--max-restarts=1"]
+
+    def mortal(name, signal, **more):
+        return torchrun("mortal.py", *flags, f"--out_dir=out/{name}", cwd=here, GETS=signal, **more)
+
+    whole = torchrun(ROOT / "train.py", *flags, "--out_dir=out/whole", cwd=here)
+    restarted = mortal("restarted", "SIGKILL", options=options)
     finish(whole)
-    output = finish(restarted)
-    assert "from step 10" in output
+    assert "from step 10" in finish(restarted)
     assert largest_difference(weights(here / "out/whole"), weights(here / "out/restarted")) == 0
     started = time.monotonic()
-    finish(torchrun("mortal.py", *arguments, "--out_dir=out/dead", cwd=here), code=1)
+    finish(mortal("dead", "SIGKILL"), code=1)
     assert time.monotonic() - started < 60  # 30 and the start of a busy machine
     assert list_checkpoints(here / "out" / "dead")[-1].name == "checkpoint-10"
+    # A signal that only one of them gets stops all of them at the same step.
+    assert finish(mortal("stopped", "SIGTERM"), code=1).count("stopped at step 13") == 1
+    resume = ["--out_dir=out/stopped", "--resume=True"]
+    assert "from step 13" in finish(torchrun(ROOT / "train.py", *resume, cwd=here))
+    assert largest_difference(weights(here / "out/whole"), weights(here / "out/stopped")) == 0
+    assert losses(here / "out" / "whole") == losses(here / "out" / "stopped")
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from config import UserError
+from config import UserError, list_checkpoints
 from model import GPT, GPTConfig
 from prepare import lock_directory
 from tests.conftest import ROOT, TINY, output_of, run_script
 from train import (
     TrainConfig,
     configure_optimizers,
-    list_checkpoints,
     load_optimizer,
     load_training_state,
     log_until,
@@ -30,6 +29,19 @@ from train import (
 )
 
 SAME = ("best", "recent", "recent_steps", "scaler", "overflows")
+# train.py, in which the second evaluation crashes.
+CRASHES = """
+import sys
+sys.path.insert(0, {root!r})
+import train
+evaluate = train.evaluate
+def crash(*arguments):
+    if train.Path("out/parts/checkpoint-10").exists():
+        raise RuntimeError("evaluation crashed")
+    return evaluate(*arguments)
+train.evaluate = crash
+train.run(train.main)
+"""
 COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
 
 
@@ -128,26 +140,37 @@ def test_evaluation_logging_and_checkpoints_change_no_weight(here):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="limits the size of files by setrlimit")
-def test_a_disk_that_fills_leaves_what_was_there(finished):
-    """A limit on the size of files, which the weights pass and the optimizer's state does not."""
+def test_a_crash_in_evaluation_and_then_a_full_disk_lose_nothing(here):
+    """The disk: a limit on the size of files, which the weights pass, the optimizer's state not."""
     import resource
 
-    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=40"]
-    process = subprocess.run(
-        [sys.executable, ROOT / "train.py", *arguments],
-        cwd=finished,
-        capture_output=True,
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (35000, 35000)),
-    )
+    def train(script, *arguments, **options):
+        return subprocess.run(
+            [sys.executable, script, *arguments],
+            cwd=here,
+            capture_output=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            timeout=120,
+            **options,
+        )
+
+    flags, resume = [*COMMON, "--max_iters=30"], ["--out_dir=out/parts", "--resume=True"]
+    output_of("train.py", *flags, "--out_dir=out/whole", "--keep_last=1", cwd=here)
+    (here / "crashes.py").write_text(CRASHES.format(root=str(ROOT)))
+    process = train("crashes.py", *flags, "--out_dir=out/parts")
+    assert process.returncode == 1 and b"evaluation crashed" in process.stderr
+    run = here / "out" / "parts"
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-10"]
+
+    limit = (resource.RLIMIT_FSIZE, (35000, 35000))
+    process = train(ROOT / "train.py", *resume, preexec_fn=lambda: resource.setrlimit(*limit))
     error = process.stderr.decode()
     assert process.returncode == 1 and error.count("\n") == 1
-    assert "checkpoint-30: cannot be written" in error and "File too large" in error
-    run = finished / "out" / "mine"
-    names = {path.name for path in run.iterdir()}
-    assert names == {"checkpoint-10", "checkpoint-20", "log.jsonl", ".lock"}
-    output_of("train.py", *arguments, cwd=finished)
-    assert list_checkpoints(run)[-1].name == "checkpoint-40"
+    assert "checkpoint-20: cannot be written" in error and "File too large" in error
+    assert {path.name for path in run.iterdir()} == {"checkpoint-10", "log.jsonl", ".lock"}
+
+    output_of("train.py", *resume, cwd=here)
+    assert_equal_runs(here / "out" / "whole", run, 30)
 
 
 def test_a_loss_that_is_not_finite_leaves_the_checkpoints(finished):

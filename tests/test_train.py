@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import model as model_module
-from config import UserError
+from config import UserError, list_checkpoints
 from model import GPT, GPTConfig
 from prepare import TokenFile
 from tests.conftest import ROOT, TINY, output_of, run_script
@@ -28,7 +28,6 @@ from train import (
     flops_utilisation,
     get_batch,
     learning_rate_at,
-    list_checkpoints,
     save_checkpoint,
 )
 

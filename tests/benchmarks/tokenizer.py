@@ -4,12 +4,13 @@
     python tests/benchmarks/tokenizer.py 300 shakespeare.txt   # longer, on a text of your own
 
 The quick start's model and recipe throughout, so that only the vocabulary differs: a small one
-leaves more steps in the time, a large one sees more text in a window. A first run of some steps
-finds how many steps fit; the second has that many. Evaluations are outside the time. The BPEs need
+leaves more steps in the time, a large one sees more text in a window. The median step of a first
+run tells how many fit; the second has that many. Evaluations are outside the time. The BPEs need
 pip install rustbpe, gpt2 needs tiktoken's vocabulary.
 """
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,15 +26,15 @@ KINDS = {
 }
 
 
-def steps_of(directory: Path, steps: int, seed: int) -> tuple[float, dict]:
-    """Train for `steps` in `directory`; returns (seconds of the steps, the last evaluation)."""
+def steps_of(directory: Path, steps: int, seed: int) -> tuple[list[float], dict]:
+    """Train for `steps` in `directory`; returns (seconds of each step, the last evaluation)."""
     command = [sys.executable, ROOT / "train.py", ROOT / "config" / "quickstart.toml"]
     command += ["--dataset=text", f"--out_dir=out/{steps}", f"--max_iters={steps}"]
     command += [f"--eval_interval={steps}", "--log_interval=1", f"--seed={seed}", "--curves=False"]
     subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
     lines = (directory / "out" / str(steps) / "log.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
-    seconds = sum(entry.get("ms", 0) for entry in entries) / 1000
+    seconds = [entry["ms"] / 1000 for entry in entries if "ms" in entry]
     return seconds, [entry for entry in entries if "bits_per_byte" in entry][-1]
 
 
@@ -46,8 +47,8 @@ def worker(case: dict):
             [*command, "--name=text"], cwd=directory, check=True, stdout=subprocess.DEVNULL
         )
         meta = json.loads((directory / "data" / "text" / "meta.json").read_text())
-        seconds, _ = steps_of(directory, 12, case["seed"])
-        steps = max(13, round(case["seconds"] * 12 / seconds))
+        seconds, _ = steps_of(directory, 30, case["seed"])
+        steps = max(31, round(case["seconds"] / statistics.median(seconds)))
         seconds, last = steps_of(directory, steps, case["seed"])
         config = json.loads(
             (directory / "out" / str(steps) / f"checkpoint-{steps}" / "config.json").read_text()
@@ -58,7 +59,7 @@ def worker(case: dict):
     print(
         json.dumps({
             "bits": last["bits_per_byte"], "loss": last["val_loss"], "steps": steps,
-            "seconds": seconds, "parameters": parameters, "bytes": bytes_per_token,
+            "seconds": sum(seconds), "parameters": parameters, "bytes": bytes_per_token,
         })
     )  # fmt: skip
 
