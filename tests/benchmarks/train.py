@@ -22,7 +22,7 @@ TARGET = 1.89  # nats per character over the whole validation split; nanoGPT's R
 SIZES = {  # GPTConfig's fields, and the windows of a step
     "0.8 M": (dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False), 24),
     "10.7 M": (dict(block_size=256, vocab_size=65, n_layer=6, n_head=6, n_embd=384, bias=False), 8),
-    "124 M": (dict(), 2),
+    "124 M": (dict(vocab_size=50304), 2),  # padded as config/gpt2.toml says
 }
 
 
