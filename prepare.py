@@ -301,7 +301,7 @@ def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
     ranks = encoding._mergeable_ranks
 
     def letters(token):
-        return "".join(BYTE_TO_LETTER[byte] for byte in token)
+        return token.decode("latin-1").translate(BYTE_TO_LETTER)
 
     merges = []
     if _has_all_bytes(encoding):  # not char: its tokens have no parts
@@ -900,7 +900,8 @@ def _read_all(files, label, digests):
             for piece, ends in read_pieces(file, progress):
                 if piece or n:
                     n += 1
-                    digest.update(piece.encode() + b"\0" * ends)
+                    digest.update(piece.encode())
+                    digest.update(b"\0" * ends)
                     yield n, piece, ends, digest
             if n == 0:
                 raise UserError(f"{file}: no text in it")
@@ -995,7 +996,7 @@ def _encode_files(config, files, output, progress_file, once=True):
             cut = max(0, part - state.position)
             for writer, text in ((train, piece[:cut]), (val, piece[cut:])):
                 if text:
-                    writer.bytes += len(text.encode())
+                    writer.bytes += len(text if text.isascii() else text.encode())
                     yield writer, text
             state.position += len(piece)
             state.characters += len(piece)

@@ -3,7 +3,9 @@
     python tests/benchmarks/prepare.py              # 200 MB of text
     python tests/benchmarks/prepare.py 1000 1       # 1 GB, once
 
-The text is Python's language reference, repeated. gpt2 needs tiktoken's vocabulary.
+The text is Python's language reference, repeated. One thread is tiktoken's encode_to_numpy on text
+in memory, all cores are our threads of it, prepare.py is the whole process, which reads the text
+twice and writes tokens. gpt2 needs tiktoken's vocabulary.
 """
 
 import json
@@ -18,19 +20,22 @@ from report import ROOT, in_turns, machine, peak_megabytes, spread, table
 
 
 def worker(case: dict):
-    """prepare.py as a user runs it, or one thread of tiktoken on a list of pieces in memory."""
-    from prepare import build_tokenizer, embedded_corpus
+    """prepare.py as a user runs it, or tiktoken on pieces in memory: in one thread, or in ours."""
+    from prepare import build_tokenizer, embedded_corpus, encode_on_all_cores
 
     text = Path(case["file"])
     megabytes = text.stat().st_size / 1e6
-    if case["who"] == "tiktoken":
+    if case["who"] != "prepare.py":
         corpus = "\n".join(embedded_corpus().values())
         encoding = build_tokenizer(case["tokenizer"], set(corpus), end_of_text=False)
-        pieces = [corpus] * int(megabytes * 1e6 / len(corpus) / 4)  # a quarter of it is enough
-        megabytes = sum(map(len, pieces)) / 1e6
+        pieces = [corpus] * int(megabytes * 1e6 / len(corpus.encode()))
         start = time.perf_counter()
-        for piece in pieces:
-            encoding.encode_to_numpy(piece, disallowed_special=())
+        if case["who"] == "all cores":
+            for _ in encode_on_all_cores(encoding, enumerate(pieces)):
+                pass
+        else:
+            for piece in pieces:
+                encoding.encode_to_numpy(piece, disallowed_special=())
         seconds, peak = time.perf_counter() - start, peak_megabytes()
     else:
         with tempfile.TemporaryDirectory() as directory:
@@ -58,16 +63,15 @@ def main(megabytes: int, repetitions: int):
                 f.write(corpus)
         cases = {}
         for tokenizer in ("char", "byte", "gpt2"):
-            common = dict(file=str(file), tokenizer=tokenizer)
-            cases[f"tiktoken, one thread, {tokenizer}"] = common | dict(who="tiktoken")
-            cases[f"prepare.py, {tokenizer}"] = common | dict(who="gptling")
+            for who in ("one thread", "all cores", "prepare.py"):
+                cases[f"{tokenizer}, {who}"] = dict(file=str(file), tokenizer=tokenizer, who=who)
         results = in_turns(__file__, cases, repetitions)
     rows = []
     for name, found in results.items():
-        who, tokenizer = name.rsplit(", ", 1)
+        tokenizer, who = name.split(", ")
         share = ""
-        if who == "prepare.py":
-            one = results[f"tiktoken, one thread, {tokenizer}"]
+        if who != "one thread":
+            one = results[f"{tokenizer}, one thread"]
             cores = os.cpu_count()
             pairs = zip(found, one, strict=True)
             share = spread([a["rate"] / b["rate"] / cores for a, b in pairs], 2)
