@@ -18,7 +18,7 @@ import model as model_module
 from config import UserError, list_checkpoints
 from model import GPT, GPTConfig
 from prepare import TokenFile
-from tests.conftest import ROOT, TINY, output_of, run_script
+from tests.conftest import ROOT, TINY, output_of, run_here, run_script
 from train import (
     Muon,
     TrainConfig,
@@ -349,6 +349,33 @@ def test_mixed_precision_trains_to_about_the_same_loss(trained, tmp_path, dtype)
     assert ours["val_loss"] == pytest.approx(float32["val_loss"], abs=0.1)
     stored = weights(tmp_path / "out" / "mine", 20)
     assert all(tensor.dtype == torch.float32 for tensor in stored.values())
+
+
+@pytest.mark.parametrize("one", ["AdamW", "Muon"])
+def test_an_overflow_in_one_optimizer_alone_skips_both(trained, tmp_path, monkeypatch, one):
+    copy_data(trained, tmp_path)
+    monkeypatch.setattr("train.signal.signal", lambda *_: None)  # the tests' own process
+    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
+    unscale = torch.amp.GradScaler.unscale_
+
+    def overflowing(scaler, optimizer):
+        if type(optimizer).__name__ == one:
+            optimizer.param_groups[0]["params"][0].grad.fill_(math.inf)
+        unscale(scaler, optimizer)
+
+    recipe = ["--dataset=mine", *TINY, "--dtype=float16", "--optimizer=muon", "--max_iters=1"]
+    for name in ("usual", "overflow"):
+        process = run_here("train.py", *recipe, f"--out_dir={name}", cwd=tmp_path)
+        assert process.returncode == 0, process.stderr.decode()
+        monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflowing)
+    output_of(
+        "train.py", *recipe, "--out_dir=still", "--learning_rate=0", "--min_lr=0", cwd=tmp_path
+    )
+    usual, overflow, start = (weights(tmp_path / n, 1) for n in ("usual", "overflow", "still"))
+    assert [read_log(tmp_path / n)[0]["overflows"] for n in ("usual", "overflow")] == [0, 1]
+    for name in start:
+        assert torch.equal(overflow[name], start[name]), name
+    assert any(not torch.equal(usual[name], start[name]) for name in start)
 
 
 def test_recomputing_activations_changes_no_result(trained, tmp_path):
