@@ -623,7 +623,7 @@ def _read_text(file, raw, progress):
                 at = offset + error.start
                 raise UserError(
                     f"{file}: not UTF-8 at byte {at} (0x{undecoded[error.start]:02x}): "
-                    "save it as UTF-8"
+                    "save it as UTF-8, if it is a text"
                 ) from None
             decoded, rest = undecoded[: error.start].decode("utf-8"), undecoded[error.start :]
         if "\0" in decoded:
@@ -866,7 +866,7 @@ def prepare(config: PrepareConfig) -> Path:
         else:
             shutil.rmtree(partial, ignore_errors=True)
     print(
-        f"{target}: {documents:,} documents, {characters:,} characters; "
+        f"{target}: {documents:,} document{'s' * (documents != 1)}, {characters:,} characters; "
         f"tokenizer {config.tokenizer} with {encoding.n_vocab:,} tokens; "
         f"{train.tokens:,} tokens to train on, {val.tokens:,} to validate"
     )

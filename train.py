@@ -621,7 +621,8 @@ def newest_state(out_dir: Path) -> tuple[Path, dict]:
             return checkpoint, load_training_state(checkpoint)
         except UserError as error:
             print(error, file=sys.stderr)
-    raise UserError(f"{out_dir}: no checkpoint to resume; start anew with --overwrite=True")
+    way_out = "give the --out_dir of a run, or start anew with --overwrite=True"
+    raise UserError(f"{out_dir}: no whole checkpoint to go on from; {way_out}")
 
 
 def log_until(file: Path, step: int):
@@ -779,8 +780,10 @@ def main():
         prepare(PrepareConfig())
     agree(0, world_size)  # the others wait for it
     if not (data / "meta.json").is_file():
+        found = [f"--dataset={file.parent.name}" for file in Path("data").glob("*/meta.json")]
         raise UserError(
             f"{data} is not there: make it with python prepare.py YOUR.txt --name={config.dataset}"
+            + "".join(f", or take {flag}" for flag in sorted(found))
         )
     fingerprint = read_meta(data)["sha256"]
     if state and state["data"] != fingerprint and not config.allow_changed_data:
@@ -1074,7 +1077,7 @@ def main():
             break
     bar.close()
     if exit_code:
-        print(f"stopped at step {done}; go on with: --out_dir={out_dir} --resume=True")
+        print(f"stopped at step {done}; next: python train.py --out_dir={out_dir} --resume=True")
     else:
         print(f"{time.perf_counter() - started:.0f} s; next: python sample.py {out_dir}")
     if world_size > 1:

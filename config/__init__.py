@@ -67,6 +67,9 @@ def _fail(message, code):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)  # torchrun ends this process meanwhile, unless the mistake is here alone
     print(f"{Path(sys.argv[0]).name}: error: {one_line(message)}", file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        os._exit(code)  # gloo's threads can abort an exit through the interpreter
     sys.exit(code)
 
 
@@ -114,7 +117,10 @@ def load(
             options["action"] = "append"
         parser.add_argument(f"--{field.name}", metavar=_type_name(types[field.name]), **options)
     if positional is None:
-        parser.add_argument("presets", nargs="*", metavar="PRESET.toml", help="files of settings")
+        text = "files of settings, which stand in for the defaults below"
+        if default_preset:
+            text += f"; config/{default_preset.name} where none is given"
+        parser.add_argument("presets", nargs="*", metavar="PRESET.toml", help=text)
 
     try:  # the bytes that were typed, as UTF-8 whatever the locale made of them
         argv = [
@@ -146,6 +152,9 @@ def load(
 def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
     """The settings in a TOML file, checked against the fields of `cls`. Raises UserError."""
     path = Path(path)
+    if path.suffix != ".toml":
+        way_out = "a text goes through prepare.py first, a run through --out_dir and --resume"
+        raise UserError(f"{path}: not a preset (a .toml file); {way_out}")
     try:
         if not path.exists() and (Path(__file__).parent.parent / path).exists():
             path = Path(__file__).parent.parent / path  # `config/gpt2.toml` from any directory

@@ -45,6 +45,7 @@ def worker(case: dict):
             use_onednn(model)
         generators = [torch.Generator(device).manual_seed(i) for i in range(B)]
 
+        @torch.inference_mode()
         def generate():
             options = {"temperature": 0.8, "top_k": 200, "generator": generators}
             for token in model.generate(idx, n, **options):
