@@ -33,7 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.autograd.function import once_differentiable
 
-CACHED = 1 << 22  # float32 numbers that a CPU's cache takes, about
+CHUNK = {"cpu": 1 << 22}  # logits in float32 at a time: what a CPU's cache takes, about
 MAX_BLOCK = 1 << 14  # positions: the causal mask takes their square in bytes, 268 MB
 MAX_JSON = 1 << 26  # bytes of a JSON file; a tokenizer.json has about 40 a token
 END_OF_TEXT = "<|endoftext|>"
@@ -274,26 +274,27 @@ def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The sum of -log softmax(x W^T)[target], in nats: apply(x, W, targets, need_gradient).
+    """The sum of -log softmax(x weight^T)[target], in nats, of all targets that are not -100.
 
-    x (N, C) hidden states, W (V, C) the output layer, targets (N,), of which -100 does not count.
-    The gradient of the logits is softmax - one-hot, at hand as soon as the loss is, and takes their
-    place (Hsu et al. 2024, https://arxiv.org/abs/2410.10989): memory holds (N, V) numbers once, in
-    the dtype of products, and a CPU a few rows of them in float32, as many as its cache takes.
+    apply(x, weight, targets, need_gradient): x (N, C) hidden states, weight (V, C) of the output
+    layer, targets (N,); need_gradient as torch.is_grad_enabled() has it outside. The gradient of
+    the logits is softmax - one-hot, at hand as soon as the loss is, and takes their place (Hsu et
+    al. 2024, https://arxiv.org/abs/2410.10989): memory holds (N, V) numbers once, in the dtype of
+    products, and a few rows of them in float32. One backward pass only.
     """
 
     @staticmethod
-    def forward(ctx, x, W, targets, need_gradient):
+    def forward(ctx, x, weight, targets, need_gradient):
         device, dtype, loss = x.device.type, x.dtype, 0.0
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        low_x, low_W = x.to(dtype), W.to(dtype)
-        logits = low_x @ low_W.T  # (N, V)
-        rows = max(1, CACHED // len(W)) if device == "cpu" else len(x)
+        low_x, low_weight = x.to(dtype), weight.to(dtype)
+        logits = low_x @ low_weight.T  # (N, V)
+        rows = max(1, CHUNK.get(device, 1 << 27) // len(weight))
         for part, target in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
-            counts = target != -100
+            counts = target != -100  # (rows, 1), as are target, own and sums
             target = target.masked_fill(~counts, 0)
-            scores = at_least_float32(part)
+            scores = at_least_float32(part)  # (rows, V)
             scores = scores - scores.amax(dim=1, keepdim=True)  # so that no exponential overflows
             own = scores.gather(1, target)
             sums = scores.exp_().sum(dim=1, keepdim=True)
@@ -302,13 +303,17 @@ class CrossEntropy(torch.autograd.Function):
                 scores *= counts / sums  # softmax
                 part.copy_(scores.scatter_add_(1, target, -counts.to(scores.dtype)))
         if need_gradient:
-            ctx.save_for_backward((logits @ low_W).to(x.dtype), (logits.T @ low_x).to(W.dtype))
+            # float16 ends at 65,504, and a sum over N rows may not: GradScaler comes too late.
+            ctx.divisor = 256 if dtype == torch.float16 else 1
+            sum_of_rows = logits.T @ (low_x / ctx.divisor)
+            ctx.save_for_backward((logits @ low_weight).to(x.dtype), sum_of_rows.to(weight.dtype))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        return *(saved.mul_(gradient) for saved in ctx.saved_tensors), None, None
+        of_x, of_weight = ctx.saved_tensors
+        return of_x.mul_(gradient), of_weight.mul_(gradient * ctx.divisor), None, None
 
 
 def next_token_probs(
@@ -573,9 +578,9 @@ class GPT(nn.Module):
 
         idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S.
-        need_logits=False: with targets, None in the place of logits, which then never are in memory
-        all at once (see CrossEntropy): for training and evaluation.
-        Raises ValueError for more than block_size tokens, IndexError for an id outside 0..V-1.
+        need_logits=False: with targets, None in the place of logits, for training and evaluation in
+        less memory (see CrossEntropy); it takes the output layer's weight, not lm_head.
+        Raises ValueError for more than block_size tokens, IndexError for an id of idx outside V.
         """
         x = self.hidden(idx, padding_mask, cache)
         if targets is not None and not need_logits:

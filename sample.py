@@ -102,7 +102,7 @@ def find_checkpoint(path: str) -> Path:
     of_the_hub = re.fullmatch(HUB_NAMES, path.as_posix())
     if not of_the_hub and not os.path.isfile(path / "config.json"):
         runs = sorted({file.parent.parent.as_posix() for file in Path("out").glob(CHECKPOINTS)})
-        way_out = f"there are {', '.join(runs)}" if runs else "python train.py makes one"
+        way_out = f"runs here: {', '.join(runs[:9])}" if runs else "python train.py makes one"
         raise UserError(f"{path}: no checkpoint there; {way_out}")
     try:
         return checkpoint_directory(path)

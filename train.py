@@ -1077,13 +1077,15 @@ def main():
             break
     bar.close()
     if exit_code:
-        print(f"stopped at step {done}; next: python train.py --out_dir={out_dir} --resume=True")
+        command = "python train.py" if world_size == 1 else "torchrun ... train.py"
+        print(f"stopped at step {done}; next: {command} --out_dir={out_dir} --resume=True")
     else:
         print(f"{time.perf_counter() - started:.0f} s; next: python sample.py {out_dir}")
     if world_size > 1:
         if config.wandb and rank == 0:
             sys.modules["wandb"].finish()
         sys.stdout.flush()
+        agree(0, world_size)  # torchrun ends the others, the writing one too, soon after the first
         os._exit(exit_code)  # gloo's threads can abort an exit through the interpreter
     return exit_code
 

@@ -69,7 +69,7 @@ def test_loss_is_the_mean_cross_entropy_of_all_logits():
 
 
 def test_a_loss_without_logits_is_the_same_with_the_same_gradients(monkeypatch):
-    monkeypatch.setattr(model_module, "CACHED", 97 * 5)  # rows at a time: 5
+    monkeypatch.setitem(model_module.CHUNK, "cpu", 97 * 5)  # rows at a time: 5
     model = make_model().train()
     idx, targets = torch.randint(97, (2, 4, 16))
     targets[0, :7] = -100
@@ -83,7 +83,7 @@ def test_a_loss_without_logits_is_the_same_with_the_same_gradients(monkeypatch):
 
 @pytest.mark.parametrize("T, need_logits", [(16, True), (64, True), (64, False), (256, True)])
 def test_bfloat16_gradients_are_those_of_float32_but_for_rounding(T, need_logits, monkeypatch):
-    monkeypatch.setattr(model_module, "CACHED", 97 * 2)
+    monkeypatch.setitem(model_module.CHUNK, "cpu", 97 * 2)
     model = make_model(block_size=T).train()
     idx, targets = torch.randint(97, (2, 2, T))
     gradients = []
@@ -119,14 +119,27 @@ def test_cached_logits_equal_those_of_the_whole_sequence(chunks, dtype):
     torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], **tolerance)
 
 
+def test_a_gradient_beyond_float16_comes_out_of_the_loss():
+    """The sum over 20,000 rows passes 65,504; the mean does not."""
+    x, weight = torch.full((20_000, 2), 8.0), torch.zeros(3, 2, requires_grad=True)
+    targets = torch.zeros(20_000, dtype=torch.int64)
+    with torch.autocast("cpu", torch.float16):
+        loss = model_module.CrossEntropy.apply(x, weight, targets, True) / 20_000
+    loss.backward()
+    expected = 8 * torch.tensor([[-2 / 3], [1 / 3], [1 / 3]]).expand(3, 2)
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("need_logits", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compiled_model_has_the_same_loss_and_gradients(dtype):
+def test_a_compiled_model_has_the_same_loss_and_gradients(dtype, need_logits, monkeypatch):
+    monkeypatch.setitem(model_module.CHUNK, "cpu", 97 * 10)
     model = make_model(n_layer=1).train()
     idx, targets = torch.randint(97, (2, 4, 16))
     results = []
     for forward in (model, torch.compile(model, backend="aot_eager")):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            loss = forward(idx, targets)[1]
+            loss = forward(idx, targets, need_logits=need_logits)[1]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-5)
 

@@ -172,7 +172,7 @@ def test_torchrun_that_is_stopped_saves_and_goes_on(here):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    stopped = re.search(r"stopped at step (\d+); next: python train.py --out_dir=out/run", output)
+    stopped = re.search(r"stopped at step (\d+); next: torchrun .* --out_dir=out/run", output)
     assert stopped and output.count("stopped at step") == 1
     assert list_checkpoints(run)[-1].name == f"checkpoint-{stopped[1]}"
     process = run_script(
