@@ -290,7 +290,7 @@ class CrossEntropy(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device)
         low_x, low_weight = x.to(dtype), weight.to(dtype)
         logits = low_x @ low_weight.T  # (N, V)
-        rows = max(1, CHUNK.get(device, 1 << 27) // len(weight))
+        rows = max(1, CHUNK.get(device, 1 << 27) // len(weight))  # 512 MB of them on a GPU
         for part, target in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
             counts = target != -100  # (rows, 1), as are target, own and sums
             target = target.masked_fill(~counts, 0)

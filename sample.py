@@ -26,12 +26,11 @@ from typing import Literal
 
 import torch
 
-from config import UserError, best_checkpoint, load, run
+from config import UserError, best_checkpoint, list_checkpoints, load, run
 from model import GPT, HUB_NAMES, checkpoint_directory, pick_device, pick_dtype
 from prepare import encode, load_tokenizer, start_token
 
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
-CHECKPOINTS = "*/checkpoint-*/metrics.json"  # under out/
 PAGE_TOKENS = 256  # on a page of --explain at most
 PAGE_WEIGHTS = 5_000_000  # of attention, 2 bytes each: deep models show fewer tokens
 TEMPLATE = Path(__file__).parent / "docs" / "explain_template.html"
@@ -84,14 +83,19 @@ class SampleConfig:
 # ---------------------------------------------------------------------------- pure helpers
 
 
+def find_runs() -> list[Path]:
+    """The directories under out/ with a checkpoint in them."""
+    return sorted(run for run in Path("out").glob("*") if list_checkpoints(run))
+
+
 def find_checkpoint(path: str) -> Path:
     """The checkpoint that `path` means: itself, or a run's with the lowest validation loss; without
     a path, that of the newest run under out/. Raises UserError where there is none."""
     if not path:
-        found = [file.parent for file in Path("out").glob(CHECKPOINTS)]
-        if not found:
+        runs = find_runs()
+        if not runs:
             raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
-        path = max({checkpoint.parent for checkpoint in found}, key=os.path.getmtime)
+        path = max(runs, key=os.path.getmtime)
     for _ in range(10):  # a training may add and delete checkpoints while they are looked for
         best = best_checkpoint(path)
         if best:
@@ -99,15 +103,14 @@ def find_checkpoint(path: str) -> Path:
     path = Path(path)
     if os.path.isfile(path):
         raise UserError(f"{path}: a file; name a run or a checkpoint directory")
-    of_the_hub = re.fullmatch(HUB_NAMES, path.as_posix())
-    if not of_the_hub and not os.path.isfile(path / "config.json"):
-        runs = sorted({file.parent.parent.as_posix() for file in Path("out").glob(CHECKPOINTS)})
-        way_out = f"runs here: {', '.join(runs[:9])}" if runs else "python train.py makes one"
-        raise UserError(f"{path}: no checkpoint there; {way_out}")
     try:
         return checkpoint_directory(path)
     except FileNotFoundError as error:
-        raise UserError(str(error).splitlines()[0]) from None
+        message = str(error).splitlines()[0]
+        if not re.fullmatch(HUB_NAMES, path.as_posix()):
+            names = ", ".join(run.as_posix() for run in find_runs()[:9])
+            message += f"; runs here: {names}" if names else "; python train.py makes one"
+        raise UserError(message) from None
 
 
 def open_checkpoint(config: SampleConfig, prompts: list[str]):

@@ -1084,9 +1084,7 @@ def main():
     if world_size > 1:
         if config.wandb and rank == 0:
             sys.modules["wandb"].finish()
-        sys.stdout.flush()
         agree(0, world_size)  # torchrun ends the others, the writing one too, soon after the first
-        os._exit(exit_code)  # gloo's threads can abort an exit through the interpreter
     return exit_code
 
 

@@ -44,7 +44,7 @@ def run(main: Callable[[], int | None]):
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     try:
-        sys.exit(main())
+        _exit(main())
     except UserError as error:
         _fail(str(error), 1)
     except (MemoryError, RuntimeError) as error:  # PyTorch has RuntimeErrors for these
@@ -67,9 +67,13 @@ def _fail(message, code):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)  # torchrun ends this process meanwhile, unless the mistake is here alone
     print(f"{Path(sys.argv[0]).name}: error: {one_line(message)}", file=sys.stderr, flush=True)
-    if "RANK" in os.environ:
+    _exit(code)
+
+
+def _exit(code):
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
-        os._exit(code)  # gloo's threads can abort an exit through the interpreter
+        os._exit(code or 0)  # gloo's threads can abort an exit through the interpreter
     sys.exit(code)
 
 
