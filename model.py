@@ -96,8 +96,7 @@ def check_mask(padding_mask: torch.Tensor, B: int, S: int):
 class KVCache:
     """The keys and values of one attention layer for the positions seen so far.
 
-    Memory for all `block_size` positions is taken once, so that a step copies its own keys only;
-    in float32 on a CPU, also for a model in bfloat16.
+    Memory for all `block_size` positions is taken once, so that a step copies its own keys only.
     A model of n_layer blocks takes a list of n_layer caches.
     """
 
@@ -123,6 +122,8 @@ class MultiHeadAttention(nn.Module):
     say True = may attend. Dropout acts on the attention weights and on the output, in training.
     """
 
+    attend = staticmethod(F.scaled_dot_product_attention)  # (B, nh, T, hs) of q, k, v
+
     def __init__(
         self,
         d_in: int,
@@ -142,7 +143,6 @@ class MultiHeadAttention(nn.Module):
         self.causal, self.dropout = causal, dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
-        self.resid_dropout = nn.Dropout(dropout)
         mask = torch.ones(block_size, block_size, dtype=torch.bool)
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
 
@@ -162,10 +162,6 @@ class MultiHeadAttention(nn.Module):
         Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool.
         """
         q, k, v = self._project(x, context)
-        dtype, long = q.dtype, cache is None and q.requires_grad and q.size(2) >= 256
-        if dtype == torch.bfloat16 and q.device.type == "cpu" and not long:
-            # The CPU's kernel is slow in it: 8 times for one query, 3 for the gradient of 64.
-            q, k, v = q.float(), k.float(), v.float()
         past = 0
         if cache is not None:
             if context is not None:
@@ -173,6 +169,10 @@ class MultiHeadAttention(nn.Module):
             past = cache.length
             check_length(past + q.size(2), self.block_size)
             k, v = cache.append(k, v, self.block_size)
+        dtype, long = q.dtype, cache is None and q.requires_grad and q.size(2) >= 256
+        if dtype == torch.bfloat16 and q.device.type == "cpu" and not long:
+            # The CPU's kernel is slow in it: 8 times for one query, 3 for the gradient of 64.
+            q, k, v = q.float(), k.float(), v.float()
         options = {"dropout_p": self.dropout if self.training else 0.0}
         has_key = None
         if padding_mask is not None or (past > 0 and q.size(2) > 1):
@@ -182,13 +182,13 @@ class MultiHeadAttention(nn.Module):
         # A single query after a past is the newest position and may attend to every key.
         if q.dtype != dtype:
             with torch.autocast("cpu", enabled=False):  # which would cast them back
-                y = F.scaled_dot_product_attention(q, k, v, **options).to(dtype)
+                y = self.attend(q, k, v, **options).to(dtype)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, **options)  # (B, nh, T, hs)
+            y = self.attend(q, k, v, **options)  # (B, nh, T, hs)
         if has_key is not None:
             y = y * has_key
         y = y.transpose(1, 2).flatten(2)  # (B, T, d_out): heads side by side
-        return self.resid_dropout(self.c_proj(y))
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
 
     def attention_weights(
         self,
@@ -244,11 +244,11 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
 
     def forward(self, x):
         x = F.gelu(self.c_fc(x), approximate="tanh")  # (B, T, 4 C)
-        return self.dropout(self.c_proj(x))  # (B, T, C)
+        return F.dropout(self.c_proj(x), self.dropout, self.training)  # (B, T, C)
 
 
 class Block(nn.Module):
@@ -508,7 +508,6 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.init_masks()
@@ -556,7 +555,8 @@ class GPT(nn.Module):
             check_mask(padding_mask, idx.size(0), S)
             # A sequence's first real token has position 0, however much padding precedes it
             positions = (padding_mask.cumsum(dim=1) - 1).clamp(min=0)[:, past:]  # (B, T)
-        x = self.drop(self.wte(idx) + self.wpe(positions))  # (B, T, C)
+        x = self.wte(idx) + self.wpe(positions)  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.h):
             x = block(x, padding_mask, cache[i] if cache else None)
         return self.ln_f(x)

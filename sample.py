@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 from config import UserError, best_checkpoint, list_checkpoints, load, run
 from model import GPT, HUB_NAMES, checkpoint_directory, pick_device, pick_dtype
@@ -53,7 +54,7 @@ class SampleConfig:
     seed: int = 1337  # the same seed and settings give the same text
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
-    compile: bool = False  # torch.compile; pays for long texts or many, and says what it took
+    compile: bool = False  # torch.compile; pays for a long text or many, and says what it took
     explain: str = ""  # write a page.html with the probabilities and the attention of each token
 
     def __post_init__(self):
@@ -240,22 +241,36 @@ def compile_decoding(model: GPT):
     def product(weight, bias):
         def forward(x):
             if x.numel() > x.size(-1) or not torch.compiler.is_compiling():
-                return torch.nn.functional.linear(x, weight, bias)
+                return F.linear(x, weight, bias)
+            # Inductor would work out x, a LayerNorm's output, anew for each row of the weight:
+            x = x.as_strided(x.size(), x.stride())  # this makes it keep x
             y = (weight * x).sum(-1).view(*x.shape[:-1], -1)  # fused, at the memory's speed
             return y if bias is None else y + bias
 
         return forward
 
+    def attend(q, k, v, attn_mask=None, **options):
+        if q.size(2) > 1 or not torch.compiler.is_compiling():
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
+        # (B, nh, S): with a size of 1 kept at its end Inductor 2.13 reads wrong places.
+        scores = (q * k).sum(-1) / q.size(-1) ** 0.5
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask[:, :, 0], float("-inf"))
+        return (scores.softmax(-1).unsqueeze(-1) * v).sum(2, keepdim=True)  # (B, nh, 1, hs)
+
     if model.wte.weight.device.type == "cpu":
-        if model.wte.weight.dtype == torch.bfloat16:
-            torch._inductor.config.freezing = True  # weights are constants, in oneDNN's layout
-        else:
-            replace_products(model, product)
+        replace_products(model, product)
+        for block in model.h:
+            block.attn.attend = attend
     plain = model.next_logits
-    step = torch.compile(plain, fullgraph=True)
+    # Any length in one compilation; asking whether a module has changed takes a 20th of a step.
+    lengths = r"L\['cache'\]\[\d+\]\.length,L\['padding_mask'\]:1"
+    torch.compiler.config.dynamic_sources = lengths
+    options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    step = torch.compile(plain, fullgraph=True, options=options)
 
     def next_logits(idx, padding_mask=None, cache=None):
-        if idx.size(1) > 1 or cache[0].length == 0:
+        if idx.size(1) > 1 or cache[0].length < 2:  # 0 and 1 are never taken as any length
             return plain(idx, padding_mask, cache)
         start, graphs = time.perf_counter(), counters["stats"]["unique_graphs"]
         try:
@@ -263,7 +278,7 @@ def compile_decoding(model: GPT):
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"--compile: {reason}; leave it out, or install a compiler") from None
-        if counters["stats"]["unique_graphs"] > graphs:  # for a first length, then for every length
+        if counters["stats"]["unique_graphs"] > graphs:
             seconds = time.perf_counter() - start
             print(f"[compiled in {seconds:.0f} s]", file=sys.stderr, flush=True)
         return logits

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from model import KVCache, MultiHeadAttention
 
@@ -162,14 +163,15 @@ def uniform_attention(dropout):
     return attn
 
 
-def test_dropout_acts_on_weights_and_output_in_training_only():
+def test_dropout_acts_on_weights_and_output_in_training_only(monkeypatch):
     attn, x = uniform_attention(0.5), torch.eye(64).expand(8, 64, 64)
     torch.manual_seed(0)
     y = attn(x) * 64  # each weight: 0, or doubled by both dropouts
     assert set(y.unique().tolist()) == {0.0, 4.0}
     assert y.count_nonzero().item() / y.numel() == pytest.approx(0.25, abs=0.01)
-    attn.resid_dropout.p = 0.0  # that on the weights alone
-    assert set((attn(x) * 64).unique().tolist()) == {0.0, 2.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "dropout", lambda x, p, training: x)  # that on the weights alone
+        assert set((attn(x) * 64).unique().tolist()) == {0.0, 2.0}
     torch.testing.assert_close(attn.eval()(x) * 64, torch.ones(8, 64, 64))
 
 

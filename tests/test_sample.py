@@ -5,9 +5,9 @@ import shutil
 import pytest
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, KVCache
 from prepare import build_tokenizer, tokenizer_to_json
-from sample import TextStream, find_checkpoint, use_onednn
+from sample import TextStream, compile_decoding, find_checkpoint, use_onednn
 from tests.conftest import output_of, run_script
 
 
@@ -83,6 +83,32 @@ def test_compiling_changes_no_text_and_says_what_it_took(trained, tmp_path):
     process = run_script("sample.py", *arguments, "--compile", cwd=trained, **cache)
     assert process.returncode == 0 and process.stdout.decode() == text
     assert b"compiled in" in process.stderr
+
+
+@pytest.mark.parametrize(("dtype", "padded"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_compiling_changes_no_logits_but_for_rounding(dtype, padded, capfd):
+    """Of one row and of a padded batch, at several lengths by one compilation."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(32, 97, 2, 2, 64)).eval().to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    idx = torch.randint(97, (2 if padded else 1, 12))
+    mask = torch.arange(12) >= torch.tensor([[0], [3]]) if padded else None
+
+    def steps():
+        cache = [KVCache() for _ in model.h]
+        model.next_logits(idx[:, :8], mask[:, :8] if padded else None, cache)
+        for T in range(8, 12):
+            new = idx[:, T : T + 1]
+            yield model.next_logits(new, mask[:, : T + 1].clone() if padded else None, cache)
+
+    with torch.inference_mode():
+        expected = torch.stack(list(steps()))
+        compile_decoding(model)
+        logits = torch.stack(list(steps()))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * expected.abs().max())
+    assert capfd.readouterr().err.count("compiled in") == 1
 
 
 def test_compiling_without_a_compiler_is_one_line(trained, tmp_path):

@@ -7,6 +7,7 @@ Weights are random. The rows of transformers and CTranslate2 need pip install -e
 """
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -183,5 +184,7 @@ if __name__ == "__main__":
     print(machine())
     parts = {"prompt": prompt, "small": small, "batch": batch, "length": length}
     repetitions = next((int(word) for word in sys.argv[1:] if word.isdigit()), 3)
-    for name in [word for word in sys.argv[1:] if not word.isdigit()] or parts:
-        parts[name](repetitions)
+    with tempfile.TemporaryDirectory() as cache:  # the first turn compiles, the others read it
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        for name in [word for word in sys.argv[1:] if not word.isdigit()] or parts:
+            parts[name](repetitions)
