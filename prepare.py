@@ -886,40 +886,47 @@ def lock_directory(directory: Path) -> filelock.FileLock:
     return lock
 
 
-def _read_all(files, label, digests):
+def _read_all(files, label, digests=None):
     """(n, piece, whether a document ends, digest) for each n-th piece of each file behind those in
     `digests`, which takes the sha256 of each file's texts, each followed by a zero byte."""
     sizes = [file.stat().st_size if isinstance(file, Path) else 0 for file in files]
-    done, total = sum(sizes[: len(digests)]), sum(sizes)
+    first = len(digests or ())
+    done, total = sum(sizes[:first]), sum(sizes)
     if any(_format(file) in ("hf:", ".parquet") for file in files):  # of more text than bytes
         done, total = 0, None
     bar = dict(desc=label, initial=done, total=total, unit="B", unit_scale=True)
     with tqdm(**bar, disable=files == [None] or not sys.stderr.isatty()) as progress:
-        for file in files[len(digests) :]:
+        for file in files[first:]:
             digest, n = hashlib.sha256(), 0
             for piece, ends in read_pieces(file, progress):
                 if piece or n:
                     n += 1
-                    digest.update(piece.encode())
-                    digest.update(b"\0" * ends)
+                    if digests is not None:
+                        digest.update(piece.encode())
+                        digest.update(b"\0" * ends)
                     yield n, piece, ends, digest
             if n == 0:
                 raise UserError(f"{file}: no text in it")
-            digests.append(digest.hexdigest())
+            if digests is not None:
+                digests.append(digest.hexdigest())
+
+
+def _codes(text):
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")  # of its characters
 
 
 def _check(files, tokenizer):
-    """The first reading: (digests of the files, lengths of the documents, characters for "char",
-    texts for "bpe": all of it, or parts drawn by chance that make up BPE_SAMPLE at most)."""
-    digests, lengths, length, alphabet = [], array.array("q"), 0, set()
+    """The first reading: (lengths of the documents, whether a code is there, for "char", texts for
+    "bpe": all of it, or parts drawn by chance that make up BPE_SAMPLE at most)."""
+    lengths, length, alphabet = array.array("q"), 0, np.zeros(sys.maxunicode + 1, dtype=bool)
     sample, sampled, share, rng = [], 0, 1.0, random.Random(0)
-    for _, piece, ends, _ in _read_all(files, "check", digests):
+    for _, piece, ends, _ in _read_all(files, "check"):
         length += len(piece)
         if ends:
             lengths.append(length)
             length = 0
         if tokenizer == "char":
-            alphabet.update(piece)
+            alphabet[_codes(piece)] = True
         for i in range(0, len(piece) if tokenizer == "bpe" else 0, PIECE // 16):
             if rng.random() < share:
                 sample.append(piece[i : i + PIECE // 16])
@@ -928,7 +935,7 @@ def _check(files, tokenizer):
             share /= 2
             sample = [text for text in sample if rng.random() < 0.5]
             sampled = sum(map(len, sample))
-    return digests, np.array(lengths, dtype=np.int64), alphabet, sample
+    return np.array(lengths, dtype=np.int64), alphabet, sample
 
 
 def _encode_files(config, files, output, progress_file, once=True):
@@ -939,9 +946,7 @@ def _encode_files(config, files, output, progress_file, once=True):
     is synced and progress_file says how far the reading was: the next call goes on from there."""
     once = once and config.tokenizer not in ("char", "bpe")  # which are made from the text
     once = once and all(_format(file) in RECORDS for file in files)
-    checked, lengths, alphabet, sample = None, np.zeros(0, dtype=np.int64), set(), []
-    if not once:
-        checked, lengths, alphabet, sample = _check(files, config.tokenizer)
+    lengths, alphabet, sample = _check([] if once else files, config.tokenizer)
     cuts = training_part(lengths)
 
     same = [config.tokenizer, config.vocab_size, once]
@@ -961,7 +966,8 @@ def _encode_files(config, files, output, progress_file, once=True):
             encoding = train_bpe(sample, config.vocab_size or 4096)
         else:
             several = once or len(lengths) > 1
-            encoding = build_tokenizer(config.tokenizer, alphabet, end_of_text=several)
+            characters = map(chr, np.flatnonzero(alphabet))
+            encoding = build_tokenizer(config.tokenizer, characters, end_of_text=several)
         _start(output, encoding)
         state = SimpleNamespace(same=same, digests=[], train=[0, 0], val=[0, 0])
         state.pieces, state.digest = 0, ""  # of the file that is being read
@@ -989,10 +995,13 @@ def _encode_files(config, files, output, progress_file, once=True):
                 fits = state.held_out + length <= validation_size(state.characters + length)
                 state.held_out += length * fits
                 part = 0 if fits else length
-            elif state.documents < len(lengths) and alphabet.issuperset(piece if alphabet else ""):
+            elif state.documents < len(lengths):
                 part, length = cuts[state.documents], lengths[state.documents]
             else:
-                return  # a file has grown since the first reading
+                return
+            known = config.tokenizer != "char" or alphabet[_codes(piece)].all()
+            if not known or (ends and state.position + len(piece) != length):
+                return  # the file has changed since the first reading
             cut = max(0, part - state.position)
             for writer, text in ((train, piece[:cut]), (val, piece[cut:])):
                 if text:
@@ -1025,7 +1034,7 @@ def _encode_files(config, files, output, progress_file, once=True):
             key.write(separator if ids is None else ids)
     train.close()
     val.close()
-    if len(state.digests) < len(files) or (not once and state.digests != checked):
+    if len(state.digests) < len(files) or state.documents < len(lengths):
         progress_file.unlink(missing_ok=True)
         raise UserError("a source changed while it was read: prepare it again")
     few = state.documents < 10 or state.held_out < validation_size(state.characters) // 2

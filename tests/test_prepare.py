@@ -234,13 +234,13 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(tmp_path, monkeypa
     monkeypatch.setattr(prepare, "PIECE", 16_000)
     text = "".join(f"{i} green bottles\n" for i in range(30_000))
     (tmp_path / "a.txt").write_text(text)
-    sample = prepare._check([tmp_path / "a.txt"], "bpe")[3]
+    sample = prepare._check([tmp_path / "a.txt"], "bpe")[2]
     assert 20_000 < sum(map(len, sample)) <= 50_000
     places = [text.index(part) / len(text) for part in sample]
     assert min(places) < 0.2 and max(places) > 0.8
-    assert sample == prepare._check([tmp_path / "a.txt"], "bpe")[3]
+    assert sample == prepare._check([tmp_path / "a.txt"], "bpe")[2]
     monkeypatch.setattr(prepare, "BPE_SAMPLE", len(text))
-    assert "".join(prepare._check([tmp_path / "a.txt"], "bpe")[3]) == text
+    assert "".join(prepare._check([tmp_path / "a.txt"], "bpe")[2]) == text
 
 
 def test_the_tokenizer_of_other_data_or_of_a_checkpoint_is_taken(tmp_path):
