@@ -96,23 +96,25 @@ def check_mask(padding_mask: torch.Tensor, B: int, S: int):
 class KVCache:
     """The keys and values of one attention layer for the positions seen so far.
 
-    Memory for all `block_size` positions is taken once, so that a step copies its own keys only.
+    Memory for all `block_size` positions is taken once, so that a step copies its own keys only;
+    in `dtype` if given, otherwise that of k and v: float32 on a CPU, also for a bfloat16 model.
     A model of n_layer blocks takes a list of n_layer caches.
     """
 
-    def __init__(self):
+    def __init__(self, dtype: torch.dtype | None = None):
         self.k = self.v = None  # (B, nh, block_size, hs)
-        self.length = 0
+        self.length, self.dtype = 0, dtype
 
     def append(self, k: torch.Tensor, v: torch.Tensor, block_size: int):
-        """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs)."""
+        """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs) like them."""
         if self.k is None:
             B, nh, _, hs = k.shape
-            self.k, self.v = k.new_empty(B, nh, block_size, hs), v.new_empty(B, nh, block_size, hs)
+            self.k = k.new_empty(B, nh, block_size, hs, dtype=self.dtype)
+            self.v = torch.empty_like(self.k)
         start, self.length = self.length, self.length + k.size(2)
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v
-        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+        return self.k[:, :, : self.length].to(k.dtype), self.v[:, :, : self.length].to(v.dtype)
 
 
 class MultiHeadAttention(nn.Module):
@@ -122,7 +124,7 @@ class MultiHeadAttention(nn.Module):
     say True = may attend. Dropout acts on the attention weights and on the output, in training.
     """
 
-    attend = staticmethod(F.scaled_dot_product_attention)  # (B, nh, T, hs) of q, k, v
+    attend = staticmethod(F.scaled_dot_product_attention)  # sample.py compiles another
 
     def __init__(
         self,
@@ -162,6 +164,10 @@ class MultiHeadAttention(nn.Module):
         Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool.
         """
         q, k, v = self._project(x, context)
+        dtype, long = q.dtype, cache is None and q.requires_grad and q.size(2) >= 256
+        if dtype == torch.bfloat16 and q.device.type == "cpu" and not long:
+            # The CPU's kernel is slow in it: 8 times for one query, 3 for the gradient of 64.
+            q, k, v = q.float(), k.float(), v.float()
         past = 0
         if cache is not None:
             if context is not None:
@@ -169,10 +175,6 @@ class MultiHeadAttention(nn.Module):
             past = cache.length
             check_length(past + q.size(2), self.block_size)
             k, v = cache.append(k, v, self.block_size)
-        dtype, long = q.dtype, cache is None and q.requires_grad and q.size(2) >= 256
-        if dtype == torch.bfloat16 and q.device.type == "cpu" and not long:
-            # The CPU's kernel is slow in it: 8 times for one query, 3 for the gradient of 64.
-            q, k, v = q.float(), k.float(), v.float()
         options = {"dropout_p": self.dropout if self.training else 0.0}
         has_key = None
         if padding_mask is not None or (past > 0 and q.size(2) > 1):

@@ -888,14 +888,15 @@ def lock_directory(directory: Path) -> filelock.FileLock:
 
 def _read_all(files, label, digests=None):
     """(n, piece, whether a document ends, digest) for each n-th piece of each file behind those in
-    `digests`, which takes the sha256 of each file's texts, each followed by a zero byte."""
+    `digests`, which takes the sha256 of each file's texts, each followed by a zero byte; without it
+    nothing is hashed."""
     sizes = [file.stat().st_size if isinstance(file, Path) else 0 for file in files]
     first = len(digests or ())
     done, total = sum(sizes[:first]), sum(sizes)
     if any(_format(file) in ("hf:", ".parquet") for file in files):  # of more text than bytes
         done, total = 0, None
     bar = dict(desc=label, initial=done, total=total, unit="B", unit_scale=True)
-    with tqdm(**bar, disable=files == [None] or not sys.stderr.isatty()) as progress:
+    with tqdm(**bar, disable=files in ([], [None]) or not sys.stderr.isatty()) as progress:
         for file in files[first:]:
             digest, n = hashlib.sha256(), 0
             for piece, ends in read_pieces(file, progress):
@@ -938,6 +939,12 @@ def _check(files, tokenizer):
     return np.array(lengths, dtype=np.int64), alphabet, sample
 
 
+def _states(files):
+    stats = [file.stat() if isinstance(file, Path) else None for file in files]
+    times = [[stat.st_size, stat.st_mtime_ns] if stat else None for stat in stats]
+    return [list(pair) for pair in zip(map(str, files), times, strict=True)]
+
+
 def _encode_files(config, files, output, progress_file, once=True):
     """Encode `files` into `output`; returns (encoding, writers of train and val, documents,
     characters, digests of the files).
@@ -949,10 +956,7 @@ def _encode_files(config, files, output, progress_file, once=True):
     lengths, alphabet, sample = _check([] if once else files, config.tokenizer)
     cuts = training_part(lengths)
 
-    same = [config.tokenizer, config.vocab_size, once]
-    for file in files:
-        stat = file.stat() if isinstance(file, Path) else None
-        same.append([str(file), stat and stat.st_size, stat and stat.st_mtime_ns])
+    same = [config.tokenizer, config.vocab_size, once, _states(files)]
     try:
         state = SimpleNamespace(**json.loads(progress_file.read_text(encoding="utf-8")))
         encoding = load_tokenizer(output) if state.same == same else None
@@ -998,10 +1002,10 @@ def _encode_files(config, files, output, progress_file, once=True):
             elif state.documents < len(lengths):
                 part, length = cuts[state.documents], lengths[state.documents]
             else:
-                return
+                return  # a file has grown since the first reading
             known = config.tokenizer != "char" or alphabet[_codes(piece)].all()
             if not known or (ends and state.position + len(piece) != length):
-                return  # the file has changed since the first reading
+                return  # or changed
             cut = max(0, part - state.position)
             for writer, text in ((train, piece[:cut]), (val, piece[cut:])):
                 if text:
@@ -1034,7 +1038,8 @@ def _encode_files(config, files, output, progress_file, once=True):
             key.write(separator if ids is None else ids)
     train.close()
     val.close()
-    if len(state.digests) < len(files) or state.documents < len(lengths):
+    changed = state.documents < len(lengths) or _states(files) != same[-1]
+    if len(state.digests) < len(files) or changed:
         progress_file.unlink(missing_ok=True)
         raise UserError("a source changed while it was read: prepare it again")
     few = state.documents < 10 or state.held_out < validation_size(state.characters) // 2

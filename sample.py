@@ -54,7 +54,7 @@ class SampleConfig:
     seed: int = 1337  # the same seed and settings give the same text
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
-    compile: bool = False  # torch.compile; pays for a long text or many, and says what it took
+    compile: bool = False  # torch.compile; pays for long texts, and says what it took
     explain: str = ""  # write a page.html with the probabilities and the attention of each token
 
     def __post_init__(self):
@@ -263,15 +263,19 @@ def compile_decoding(model: GPT):
         for block in model.h:
             block.attn.attend = attend
     plain = model.next_logits
-    # Any length in one compilation; asking whether a module has changed takes a 20th of a step.
-    lengths = r"L\['cache'\]\[\d+\]\.length,L\['padding_mask'\]:1"
-    torch.compiler.config.dynamic_sources = lengths
+    torch.compiler.config.dynamic_sources = r"L\['cache'\]\[\d+\]\.length"  # compiled for any
+    # No module changes from here on, and asking each whether it has takes a 20th of a step.
     options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
     step = torch.compile(plain, fullgraph=True, options=options)
 
     def next_logits(idx, padding_mask=None, cache=None):
+        if cache[0].length == 0:
+            for layer in cache:
+                layer.dtype = model.wte.weight.dtype  # half the memory to read, where it is half
         if idx.size(1) > 1 or cache[0].length < 2:  # 0 and 1 are never taken as any length
             return plain(idx, padding_mask, cache)
+        if padding_mask is not None:
+            torch._dynamo.maybe_mark_dynamic(padding_mask, 1)
         start, graphs = time.perf_counter(), counters["stats"]["unique_graphs"]
         try:
             logits = step(idx, padding_mask, cache)

@@ -127,15 +127,23 @@ def test_pieces_put_characters_together_that_the_chunks_cut(tmp_path, monkeypatc
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     build = prepare.build_tokenizer
-    for name, addition in (("a.txt", "more"), ("a.txt", "ü"), ("a.jsonl", '{"text": "b"}\n')):
-        (tmp_path / name).write_text('{"text": "aremo"}\n' * 30)
+    line = '{"text": "aremo"}\n'
+    for name, text in (
+        ("a.txt", 30 * line + "more"),
+        ("a.txt", 30 * line + "ü"),
+        ("a.txt", 29 * line),
+        ("a.txt", 30 * line.replace("a", "e")),
+        ("a.jsonl", 31 * line),
+        ("a.jsonl", 29 * line),
+        ("a.jsonl", 29 * line + line.replace("a", "")),
+    ):
+        (tmp_path / name).write_text(30 * line)
 
-        def grow(*arguments, name=name, addition=addition, **options):
-            with open(name, "a", encoding="utf-8") as file:
-                file.write(addition)
+        def change(*arguments, name=name, text=text, **options):
+            (tmp_path / name).write_text(text, encoding="utf-8")
             return build(*arguments, **options)
 
-        monkeypatch.setattr(prepare, "build_tokenizer", grow)
+        monkeypatch.setattr(prepare, "build_tokenizer", change)
         with pytest.raises(UserError, match="changed while"):
             prepare.prepare(PrepareConfig(sources=(name,)))
         assert list((tmp_path / "data").iterdir()) == []

@@ -164,6 +164,7 @@ def batch(repetitions: int):
     cases = {
         "gptling, 1 prompt": common | dict(who="gptling"),
         "gptling, 16 prompts": common | dict(who="gptling", batch=16),
+        "gptling, 16 prompts, --compile": common | dict(who="gptling", batch=16, compile=True),
         "transformers, 16 prompts": common | dict(who="transformers", batch=16),
     }
     base = dict.fromkeys(list(cases)[1:], "gptling, 1 prompt")
