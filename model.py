@@ -97,13 +97,13 @@ class KVCache:
     """The keys and values of one attention layer for the positions seen so far.
 
     Memory for all `block_size` positions is taken once, so that a step copies its own keys only;
-    in `dtype` if given, otherwise that of k and v: float32 on a CPU, also for a bfloat16 model.
+    in `dtype` where that is set, otherwise as k and v are (float32 on a CPU if they were bfloat16).
     A model of n_layer blocks takes a list of n_layer caches.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None):
-        self.k = self.v = None  # (B, nh, block_size, hs)
-        self.length, self.dtype = 0, dtype
+    def __init__(self):
+        self.k = self.v = self.dtype = None  # k, v (B, nh, block_size, hs)
+        self.length = 0
 
     def append(self, k: torch.Tensor, v: torch.Tensor, block_size: int):
         """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs) like them."""

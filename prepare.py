@@ -941,8 +941,8 @@ def _check(files, tokenizer):
 
 def _states(files):
     stats = [file.stat() if isinstance(file, Path) else None for file in files]
-    times = [[stat.st_size, stat.st_mtime_ns] if stat else None for stat in stats]
-    return [list(pair) for pair in zip(map(str, files), times, strict=True)]
+    pairs = zip(files, stats, strict=True)
+    return [[str(file), stat and stat.st_size, stat and stat.st_mtime_ns] for file, stat in pairs]
 
 
 def _encode_files(config, files, output, progress_file, once=True):
