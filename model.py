@@ -1,4 +1,4 @@
-"""The whole GPT: attention, the Transformer block, the model, its generation and its checkpoints.
+"""The whole GPT: attention, the Transformer block, sampling, the model and its checkpoints.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128))
@@ -20,93 +20,58 @@ References:
 
 import json
 import math
-import os
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch.autograd.function import once_differentiable
+from safetensors.torch import load_file, save_file
 
-CHUNK = {"cpu": 1 << 22}  # logits in float32 at a time: what a CPU's cache takes, about
-MAX_BLOCK = 1 << 14  # positions: the causal mask takes their square in bytes, 268 MB
-MAX_JSON = 1 << 26  # bytes of a JSON file; a tokenizer.json has about 40 a token
+# "gpt2" in config.json makes other programs open a checkpoint as a GPT-2. Other parameters or
+# fields of GPTConfig are noticed; give another name here for a change that neither of them shows,
+# such as another activation, mask or normalisation without parameters.
+ARCHITECTURE = "gpt2"
 END_OF_TEXT = "<|endoftext|>"
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes that weights come in
-# GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
-CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# GPTConfig's fields as config.json calls them; then what it may vary elsewhere, but not here.
-FIELDS = {"block_size": "n_positions", "dropout": "resid_pdrop"}
-FIELDS |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
-FIXED = {
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-    "n_inner": None,
-}
-HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 
 
 @dataclass
 class GPTConfig:
-    """The sizes of a model; the defaults are GPT-2's (124 M parameters)."""
+    """The sizes of a model; the defaults are GPT-2's (124 M parameters). Each is a flag of
+    train.py, and stored in checkpoints."""
 
-    block_size: int = 1024  # the longest sequence, in tokens
+    block_size: int = 1024  # the longest sequence that the model sees at once, in tokens
     vocab_size: int = 50257
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    dropout: float = 0.0
-    bias: bool = True  # in the linear layers and LayerNorms; GPT-2 has them
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads in each block
+    n_embd: int = 768  # width
+    dropout: float = 0.0  # share of activations set to 0 in training; 0.1 to 0.2 for little data
+    bias: bool = True  # in linear layers and LayerNorms; GPT-2 has them
 
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r:.50}: must be at least 1, a whole number")
-        if self.block_size > MAX_BLOCK:
-            raise ValueError(f"block_size={self.block_size}: must be at most {MAX_BLOCK:,}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
 
 
-def check_length(length: int, block_size: int):
-    if length > block_size:
-        raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
-
-
-def check_mask(padding_mask: torch.Tensor, B: int, S: int):
-    if padding_mask.dtype != torch.bool:
-        raise TypeError(f"padding_mask is {padding_mask.dtype}: must be bool, True = may attend")
-    if padding_mask.shape != (B, S):
-        raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be (B, S) = {(B, S)}")
-
-
 class KVCache:
     """The keys and values of one attention layer for the positions seen so far.
 
-    Memory for all `block_size` positions is taken once, so that a step copies its own keys only;
-    in `dtype` where that is set, otherwise as k and v are (float32 on a CPU if they were bfloat16).
-    A model of n_layer blocks takes a list of n_layer caches.
-    """
+    Memory for all `block_size` positions is taken once, so that a step copies its own keys only.
+    A model takes a list of one cache for each block. dtype: that of the keys if not given."""
 
-    def __init__(self):
-        self.k = self.v = self.dtype = None  # k, v (B, nh, block_size, hs)
-        self.length = 0
+    def __init__(self, dtype: torch.dtype | None = None):
+        self.k = self.v = None  # (B, nh, block_size, hs)
+        self.dtype, self.length = dtype, 0
 
     def append(self, k: torch.Tensor, v: torch.Tensor, block_size: int):
-        """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs) like them."""
+        """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs)."""
         if self.k is None:
             B, nh, _, hs = k.shape
             self.k = k.new_empty(B, nh, block_size, hs, dtype=self.dtype)
@@ -114,30 +79,31 @@ class KVCache:
         start, self.length = self.length, self.length + k.size(2)
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v
-        return self.k[:, :, : self.length].to(k.dtype), self.v[:, :, : self.length].to(v.dtype)
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+
+
+def check_length(length: int, block_size: int):
+    if length > block_size:
+        raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
+
+
+def check_mask(padding_mask: torch.Tensor):
+    if padding_mask.dtype != torch.bool:
+        raise TypeError(f"padding_mask is {padding_mask.dtype}: must be bool, True = may attend")
 
 
 class MultiHeadAttention(nn.Module):
     """softmax(Q K^T / sqrt(hs)) V for n_head heads (Vaswani et al. 2017, section 3.2).
 
     Self-attention, or cross-attention where `context` is given; causal by default. Boolean masks
-    say True = may attend. Dropout acts on the attention weights and on the output, in training.
-    """
+    say True = may attend. Dropout acts on the attention weights and on the output, in training."""
 
-    attend = staticmethod(F.scaled_dot_product_attention)  # sample.py compiles another
+    attend = staticmethod(F.scaled_dot_product_attention)  # a CPU in bfloat16 is given another
 
     def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        block_size: int,
-        n_head: int,
-        *,
-        causal: bool = True,
-        dropout: float = 0.0,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-    ):
+        self, d_in, d_out, block_size, n_head, *, causal=True, dropout=0.0, qkv_bias=False,
+        proj_bias=True,
+    ):  # fmt: skip
         super().__init__()
         if d_out % n_head:
             raise ValueError(f"d_out={d_out} is not divisible by n_head={n_head}")
@@ -145,96 +111,60 @@ class MultiHeadAttention(nn.Module):
         self.causal, self.dropout = causal, dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
-        mask = torch.ones(block_size, block_size, dtype=torch.bool)
+        mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        context: torch.Tensor | None = None,
-        *,
-        padding_mask: torch.Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> torch.Tensor:
-        """x (B, T, d_in) to (B, T, d_out), by the fused kernel.
+    def forward(self, x, context=None, *, padding_mask=None, cache=None):
+        """x (B, T, d_in) to (B, T, d_out).
 
         context (B, S, d_in): where keys and values come from; x itself if not given.
         padding_mask (B, S) bool: False hides a key. A query left without any key gets zeros.
         cache: keys and values of earlier calls, to which those of x are added; S counts both.
-        Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool.
-        """
-        q, k, v = self._project(x, context)
-        dtype, long = q.dtype, cache is None and q.requires_grad and q.size(2) >= 256
-        if dtype == torch.bfloat16 and q.device.type == "cpu" and not long:
-            # The CPU's kernel is slow in it: 8 times for one query, 3 for the gradient of 64.
-            q, k, v = q.float(), k.float(), v.float()
-        past = 0
+        Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool."""
+        if cache is not None and context is not None:
+            raise ValueError("a cache serves self-attention only: leave out cache or context")
+        past = 0 if cache is None else cache.length  # keys before that of the first query
+        q, k, v = self.project(x, context, past)  # (B, nh, T, hs), then twice (B, nh, S, hs)
         if cache is not None:
-            if context is not None:
-                raise ValueError("a cache serves self-attention only: leave out cache or context")
-            past = cache.length
-            check_length(past + q.size(2), self.block_size)
             k, v = cache.append(k, v, self.block_size)
-        options = {"dropout_p": self.dropout if self.training else 0.0}
-        has_key = None
-        if padding_mask is not None or (past > 0 and q.size(2) > 1):
-            options["attn_mask"], has_key = self._mask(q, k, past, padding_mask)
-        elif past == 0:  # is_causal aligns query 0 with key 0, right only without a past
-            options["is_causal"] = self.causal  # the flash kernel
-        # A single query after a past is the newest position and may attend to every key.
-        if q.dtype != dtype:
-            with torch.autocast("cpu", enabled=False):  # which would cast them back
-                y = self.attend(q, k, v, **options).to(dtype)
+        dropout_p = self.dropout if self.training else 0.0
+        if padding_mask is None and (past == 0 or q.size(2) == 1):
+            # The kernel's own triangle has query 0 at key 0; one query after a past sees all keys.
+            y = self.attend(q, k, v, is_causal=self.causal and past == 0, dropout_p=dropout_p)
         else:
-            y = self.attend(q, k, v, **options)  # (B, nh, T, hs)
-        if has_key is not None:
-            y = y * has_key
-        y = y.transpose(1, 2).flatten(2)  # (B, T, d_out): heads side by side
+            mask, has_key = self.may_attend(q, k, past, padding_mask)
+            y = self.attend(q, k, v, attn_mask=mask, dropout_p=dropout_p) * has_key
+        y = y.transpose(1, 2).flatten(2)  # (B, nh, T, hs) to (B, T, d_out): heads side by side
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
-    def attention_weights(
-        self,
-        x: torch.Tensor,
-        context: torch.Tensor | None = None,
-        *,
-        padding_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """softmax(Q K^T / sqrt(hs)) written out, before dropout: (B, nh, T, S).
-
-        Rows sum to 1; the row of a query without any key is 0. Arguments as for forward.
-        """
-        q, k, _ = self._project(x, context)
-        mask, has_key = self._mask(q, k, 0, padding_mask)
+    def attention_weights(self, x, context=None, *, padding_mask=None):
+        """softmax(Q K^T / sqrt(hs)) written out, before dropout: (B, nh, T, S). Rows sum to 1, or
+        to 0 for a query without any key. Arguments as for forward."""
+        q, k, _ = self.project(x, context)
+        mask, has_key = self.may_attend(q, k, 0, padding_mask)
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, S)
         return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) * has_key
 
-    def _project(self, x, context):
-        """q (B, nh, T, hs), k and v (B, nh, S, hs)."""
-        check_length(x.size(1), self.block_size)
-        if context is None:
-            q, k, v = self.c_attn(x).chunk(3, dim=-1)  # each (B, T, d_out)
-        else:
+    def project(self, x, context=None, past=0):
+        """q (B, nh, T, hs), k and v (B, nh, S, hs); `past`: the position of the first query."""
+        check_length(past + x.size(1), self.block_size)
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)  # each (B, T, d_out)
+        if context is not None:
             check_length(context.size(1), self.block_size)
-            d_out = self.c_proj.in_features
-            weight, bias = self.c_attn.weight, self.c_attn.bias
-            q_bias, kv_bias = (None, None) if bias is None else bias.split([d_out, 2 * d_out])
-            q = F.linear(x, weight[:d_out], q_bias)
-            k, v = F.linear(context, weight[d_out:], kv_bias).chunk(2, dim=-1)
+            _, k, v = self.c_attn(context).chunk(3, dim=-1)  # each (B, S, d_out)
         # Split the width into heads first, then swap: a bare view would mix positions and heads.
         return [t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v)]
 
-    def _mask(self, q, k, past, padding_mask):
-        """Which keys a query may attend to, and which queries have one: (B or 1, 1, T, S or 1).
+    def may_attend(self, q, k, past, padding_mask):
+        """Which keys each query may attend to, and whether it has one: (B or 1, 1, T, S or 1).
 
-        A query without any key is let loose on all of them, so that its softmax and gradient stay
-        finite; the caller multiplies the outcome by has_key, 0 for such a query.
-        """
+        Those up to its own position that are no padding. A query without any key is let loose on
+        all of them, so that softmax and gradient stay finite; the caller multiplies by has_key."""
         T, S = q.size(2), k.size(2)
         mask = self.causal_mask[None, None, past : past + T, :S]
-        if padding_mask is None:
-            return mask, torch.ones_like(mask[..., :1])  # key 0 is open to every query
-        check_mask(padding_mask, q.size(0), S)
-        mask = mask & padding_mask[:, None, None, :]  # a new tensor: the buffer stays as it is
+        if padding_mask is not None:
+            check_mask(padding_mask)
+            mask = mask & padding_mask[:, None, None, :]  # a new tensor: the buffer stays as it is
         has_key = mask.any(dim=-1, keepdim=True)
         return mask | ~has_key, has_key
 
@@ -270,72 +200,24 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
 
 
-def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
-    """Under autocast too: a sum over V exponentials needs the digits."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 where a target is -100.
+
+    In float32 under autocast too: a sum over V exponentials needs the digits."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
 
-class CrossEntropy(torch.autograd.Function):
-    """The sum of -log softmax(x weight^T)[target], in nats, of all targets that are not -100.
-
-    apply(x, weight, targets, need_gradient): x (N, C) hidden states, weight (V, C) of the output
-    layer, targets (N,); need_gradient as torch.is_grad_enabled() has it outside. The gradient of
-    the logits is softmax - one-hot, at hand as soon as the loss is, and takes their place (Hsu et
-    al. 2024, https://arxiv.org/abs/2410.10989): memory holds (N, V) numbers once, in the dtype of
-    products, and a few rows of them in float32. One backward pass only.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, need_gradient):
-        device, dtype, loss = x.device.type, x.dtype, 0.0
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        low_x, low_weight = x.to(dtype), weight.to(dtype)
-        logits = low_x @ low_weight.T  # (N, V)
-        rows = max(1, CHUNK.get(device, 1 << 27) // len(weight))  # 512 MB of them on a GPU
-        for part, target in zip(logits.split(rows), targets[:, None].split(rows), strict=True):
-            counts = target != -100  # (rows, 1), as are target, own and sums
-            target = target.masked_fill(~counts, 0)
-            scores = at_least_float32(part)  # (rows, V)
-            scores = scores - scores.amax(dim=1, keepdim=True)  # so that no exponential overflows
-            own = scores.gather(1, target)
-            sums = scores.exp_().sum(dim=1, keepdim=True)
-            loss += (sums.log() - own).masked_fill(~counts, 0).sum()
-            if need_gradient:
-                scores *= counts / sums  # softmax
-                part.copy_(scores.scatter_add_(1, target, -counts.to(scores.dtype)))
-        if need_gradient:
-            # float16 ends at 65,504, and a sum over N rows may not: GradScaler comes too late.
-            ctx.divisor = 256 if dtype == torch.float16 else 1
-            sum_of_rows = logits.T @ (low_x / ctx.divisor)
-            ctx.save_for_backward((logits @ low_weight).to(x.dtype), sum_of_rows.to(weight.dtype))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        of_x, of_weight = ctx.saved_tensors
-        return of_x.mul_(gradient), of_weight.mul_(gradient * ctx.divisor), None, None
-
-
-def next_token_probs(
-    logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0
-) -> torch.Tensor:
+def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
     """Logits (B, V) to the probabilities (B, V) that the next token is drawn from.
 
     temperature divides the logits, 0 is greedy. Then only these stay: the top_k likeliest (0: all);
     of what is left the fewest likeliest that reach top_p in sum (Holtzman et al. 2019,
     https://arxiv.org/abs/1904.09751); of those the ones with at least min_p of the likeliest's
-    probability (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082). The likeliest always stays.
-    """
-    for name, value, allowed, rule in (
-        ("temperature", temperature, 0 <= temperature < math.inf, "at least 0 (0 is greedy)"),
-        ("top_k", top_k, top_k >= 0, "at least 0 (0 keeps all)"),
-        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        ("min_p", min_p, 0 <= min_p <= 1, "from 0 to 1"),
-    ):
-        if not allowed:
-            raise ValueError(f"{name}={value}: must be {rule}")
+    probability (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082). The likeliest stays."""
+    if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
+        given = f"temperature={temperature}, top_k={top_k}, top_p={top_p}, min_p={min_p}"
+        raise ValueError(f"{given}: at least 0, at least 0, above 0 to 1, and from 0 to 1, please")
     if temperature == 0:
         best = F.one_hot(logits.argmax(dim=-1), logits.size(-1))
         return best + 0 * logits.amax(dim=-1, keepdim=True)  # NaN where they are not numbers
@@ -361,7 +243,6 @@ def draw(probs: torch.Tensor, generator=None) -> torch.Tensor:
     probs = probs.cpu() if device.type == "mps" else probs  # which has no float64
     sums = probs.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     if isinstance(generator, Sequence):
-        assert len(generator) == len(probs), f"{len(generator)} generators, {len(probs)} rows"
         u = torch.cat([torch.rand(1, 1, generator=g, device=device) for g in generator])
     else:
         u = torch.rand(len(probs), 1, generator=generator, device=device)  # (B, 1), below 1
@@ -385,125 +266,42 @@ def newest_half(idx, mask, block_size):
     return idx[:, start:], mask[:, start:]
 
 
-def checkpoint_directory(path: str | Path) -> Path:
-    """`path`, a directory with a config.json, or where the hub's GPT-2 of that name was downloaded.
-
-    Raises FileNotFoundError where there is no checkpoint."""
-    path = Path(path)
-    name = path.as_posix()
-    if re.fullmatch(HUB_NAMES, name) and not path.exists():
-        remedy = (
-            "put config.json, model.safetensors and tokenizer.json of "
-            f"https://huggingface.co/{name} into a directory {name}"
-        )
-        try:
-            from huggingface_hub import snapshot_download
-        except ImportError:
-            missing = "to download it pip install huggingface_hub, or"
-            raise FileNotFoundError(f"{name}: {missing} {remedy}") from None
-        files = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
-        files += ["tokenizer.json", "vocab.json", "merges.txt"]
-        try:
-            path = Path(snapshot_download(name, allow_patterns=files))
-        except OSError as error:  # no network, or no such files
-            reason = f"cannot be downloaded ({type(error).__name__})"
-            raise FileNotFoundError(f"{name}: {reason}; {remedy}") from None
-    if not os.path.isfile(path / "config.json"):  # False for a name that is too long, too
-        raise FileNotFoundError(f"{path}: no checkpoint there (a directory with a config.json)")
-    return path
+# GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+# GPTConfig's fields as GPT-2's config.json calls them; then what it may vary elsewhere, not here.
+HF_NAMES = {"block_size": "n_positions", "dropout": "resid_pdrop"}
+HF_NAMES |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
+GPT2_CONSTANTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None}
+GPT2_CONSTANTS |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+GPT2_CONSTANTS |= {"add_cross_attention": False, "tie_word_embeddings": True}
 
 
-def read_text(file: Path) -> str:
-    """The text of a JSON file. Raises OSError, or ValueError for one that is too large."""
-    if file.stat().st_size > MAX_JSON:
-        raise ValueError(f"{file} has more than {MAX_JSON} bytes")
-    return file.read_text(encoding="utf-8")
-
-
-def read_config(file: Path) -> dict:
-    """GPTConfig's fields from a config.json. Raises OSError, or ValueError for another's."""
-    try:
-        config = json.loads(read_text(file))
-        for key, value in FIXED.items():
-            if config.get(key, value) != value:
-                raise ValueError(f"{key} is {config[key]!r:.50}, this model has {value!r} only")
-        fields = {ours: config[hf] for ours, hf in FIELDS.items() if hf in config}
-        GPTConfig(**fields)
-    except (TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not of a GPT-2: {error}") from None
-    return fields
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a directory: model.safetensors, or those that its index names.
-
-    Raises FileNotFoundError for one that is not there, ValueError for a damaged index."""
-    index, names = path / "model.safetensors.index.json", ["model.safetensors"]
-    if index.is_file() and not (path / names[0]).is_file():
-        try:
-            names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
-            if any(Path(name).name != name for name in names):
-                raise ValueError("a file outside the directory")
-        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{index} is damaged: {error!r:.200}") from None
-    for name in names:
-        if (path / name).is_file():
-            continue
-        if (path / "pytorch_model.bin").is_file():
-            load = f"transformers.GPT2LMHeadModel.from_pretrained({str(path)!r})"
-            raise FileNotFoundError(
-                f"{path}: pytorch_model.bin is a pickle, which can run code, and is not opened; "
-                f"where you trust it: {load}.save_pretrained({str(path)!r})"
-            )
-        raise FileNotFoundError(f"{path}: no {name} in it")
-    return [path / name for name in names]
-
-
-def open_weights(path: Path) -> dict:
-    """{name: slice} of the tensors in a directory's safetensors: get_shape() gives the shape, [:]
-    reads the numbers. Raises FileNotFoundError, or ValueError for a damaged file."""
-    stored = {}
-    for file in weight_files(path):
-        try:
-            tensors = safe_open(file, framework="pt")
-        except (SafetensorError, OSError, RuntimeError) as error:  # torch's, where it maps the file
-            raise ValueError(f"{file} is damaged: {error}") from None
-        for key in tensors.keys():
-            name = key.removeprefix("transformer.")
-            if name in stored:
-                raise ValueError(f"{file}: {name:.50} is stored twice")
-            if tensors.get_slice(key).get_dtype() in FLOATS:
-                stored[name] = tensors.get_slice(key)
-    return stored
-
-
-def pick_device(device: str) -> str:
-    """`auto` to cuda, mps or cpu. Raises ValueError for a device that is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if device == "auto":
-        return next((name for name in there if there[name]), "cpu")
-    if not there.get(device, True):
-        raise ValueError(f"PyTorch finds no {device} here; leave it at auto")
-    return device
-
-
-def pick_dtype(dtype: str, device: str, wide: bool) -> str:
-    """`auto` to the fastest dtype for matrix products, "float32", "bfloat16" or "float16".
-
-    bfloat16 has float32's range; float16 has not, and trains with a GradScaler. On a CPU bfloat16
-    pays where the processor has instructions for it, and the model is `wide`.
-    """
-    if dtype != "auto":
-        return dtype
-    if device == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bfloat16" if native else "float16"
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if device == "cpu" and native and wide else "float32"
+def model_type(model: nn.Module) -> str:
+    """ARCHITECTURE, or "gptling" for one that is called gpt2 and has other parameters or fields."""
+    config, C = model.config, model.config.n_embd
+    shapes = {"wte": (config.vocab_size, C), "wpe": (config.block_size, C), "ln_f": (C,)}
+    for i in range(config.n_layer):
+        shapes |= {f"h.{i}.ln_1": (C,), f"h.{i}.attn.c_attn": (3 * C, C)}
+        shapes |= {f"h.{i}.attn.c_proj": (C, C), f"h.{i}.ln_2": (C,)}
+        shapes |= {f"h.{i}.mlp.c_fc": (4 * C, C), f"h.{i}.mlp.c_proj": (C, 4 * C)}
+    gpt2 = {f"{name}.weight": shape for name, shape in shapes.items()}
+    if config.bias:
+        gpt2 |= {f"{n}.bias": shape[:1] for n, shape in shapes.items() if n not in ("wte", "wpe")}
+    same = gpt2 == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    same = same and {field.name for field in fields(config)} == HF_NAMES.keys()
+    return ARCHITECTURE if same or ARCHITECTURE != "gpt2" else "gptling"
 
 
 class GPT(nn.Module):
-    """GPT-2's architecture; parameters carry the names of the published checkpoints."""
+    """GPT-2's architecture; parameters carry the names of the published checkpoints.
+
+    The rest of the project knows a model by these names only: config, h (its blocks), lm_head,
+    forward, next_logits, generate, drawable and restrict_to_tokens, from_pretrained, from_tensors,
+    save_pretrained; and three seams for speed, where None stands for the plain code here."""
+
+    fused_loss = None  # (x (N, C), weight (V, C), targets (N,), token_losses) to the sum of losses
+    decode_step = None  # in the place of next_logits
+    cache_dtype = None  # of keys and values
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -512,39 +310,32 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.init_masks()
-        self.init_weights()
-
-    def init_masks(self):
-        """One causal mask for all layers, instead of block_size^2 bytes for each; and which ids may
-        be drawn: not those that only pad the vocabulary (see restrict_to_tokens)."""
-        T = self.config.block_size
-        causal_mask = torch.ones(T, T, dtype=torch.bool).tril_()
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = self.wte.weight  # tied, and so without memory of its own
         for block in self.h:
-            block.attn.causal_mask = causal_mask
-        drawable = torch.ones(self.config.vocab_size, dtype=torch.bool)
+            block.attn.causal_mask = self.h[0].attn.causal_mask  # one for all layers
+        # Which ids may be drawn: not those that only pad the vocabulary (see restrict_to_tokens).
+        drawable = torch.ones(config.vocab_size, dtype=torch.bool)
         self.register_buffer("drawable", drawable, persistent=False)
+        self.init_weights()
 
     def init_weights(self):
         """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
         1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3).
         GPT-2's 0.02 is for a width of 768; at others linear layers keep its gain: 1 / sqrt(C)."""
-        C, V = self.config.n_embd, self.config.vocab_size
-        gain = math.sqrt(768 / C)
+        C, V, n_layer = self.config.n_embd, self.config.vocab_size, self.config.n_layer
+        linear_std = 0.02 * math.sqrt(768 / C)
         # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
         embedding_std = min(0.02, math.sqrt(0.03 * math.log(V) / C))
-        for name, module in self.named_modules():
+        residual = {module for b in self.h for module in (b.attn.c_proj, b.mlp.c_proj)}
+        for module in self.modules():
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, mean=0.0, std=embedding_std)
-            if isinstance(module, nn.Linear):
-                depth = 2 * self.config.n_layer if name.endswith("c_proj") else 1
-                nn.init.normal_(module.weight, mean=0.0, std=0.02 * gain / math.sqrt(depth))
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-    def num_parameters(self) -> int:
-        """How many parameters there are; the output layer is the embedding and counts once."""
-        return sum(p.numel() for p in self.parameters())
+            elif isinstance(module, nn.Linear) and module is not self.lm_head:
+                std = linear_std / math.sqrt(2 * n_layer if module in residual else 1)
+                nn.init.normal_(module.weight, mean=0.0, std=std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def hidden(self, idx, padding_mask=None, cache=None):
         """The final LayerNorm's output (B, T, C); arguments as for forward."""
@@ -554,7 +345,7 @@ class GPT(nn.Module):
         if padding_mask is None:
             positions = torch.arange(past, S, device=idx.device)  # (T,)
         else:
-            check_mask(padding_mask, idx.size(0), S)
+            check_mask(padding_mask)
             # A sequence's first real token has position 0, however much padding precedes it
             positions = (padding_mask.cumsum(dim=1) - 1).clamp(min=0)[:, past:]  # (B, T)
         x = self.wte(idx) + self.wpe(positions)  # (B, T, C)
@@ -563,56 +354,33 @@ class GPT(nn.Module):
             x = block(x, padding_mask, cache[i] if cache else None)
         return self.ln_f(x)
 
-    def lm_head(self, x):
-        """Logits (..., V) of hidden states (..., C): the output layer is the token embedding."""
-        return F.linear(x, self.wte.weight)
-
-    def forward(
-        self,
-        idx: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        *,
-        padding_mask: torch.Tensor | None = None,
-        cache: list[KVCache] | None = None,
-        need_logits: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def forward(self, idx, targets=None, *, padding_mask=None, cache=None):
         """Logits (B, T, V) and, with targets, the mean cross-entropy in nats per token.
 
         idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S.
-        need_logits=False: with targets, None in the place of logits, for training and evaluation in
-        less memory (see CrossEntropy); it takes the output layer's weight, not lm_head.
-        Raises ValueError for more than block_size tokens, IndexError for an id of idx outside V.
-        """
-        x = self.hidden(idx, padding_mask, cache)
-        if targets is not None and not need_logits:
-            total = CrossEntropy.apply(
-                x.flatten(0, 1), self.wte.weight, targets.flatten(), torch.is_grad_enabled()
-            )
-            return None, total / (targets != -100).sum()
-        logits = self.lm_head(x)
+        With targets and a fused_loss the logits are None: never held all at once, or in float32.
+        Raises ValueError for more than block_size tokens, IndexError for an id of idx outside V."""
+        x = self.hidden(idx, padding_mask, cache)  # (B, T, C)
         if targets is None:
-            return logits, None
-        rows = at_least_float32(logits.flatten(0, 1))
-        return logits, F.cross_entropy(rows, targets.flatten(), ignore_index=-100)
+            return self.lm_head(x), None
+        targets, n_targets = targets.flatten(), (targets != -100).sum()
+        if self.fused_loss is not None:
+            losses = self.fused_loss(x.flatten(0, 1), self.lm_head.weight, targets, token_losses)
+            return None, losses / n_targets
+        logits = self.lm_head(x)
+        return logits, token_losses(logits.flatten(0, 1), targets).sum() / n_targets
 
     def next_logits(self, idx, padding_mask=None, cache=None):
-        """Logits (B, V) in float32 for the token after each row; arguments as for forward."""
+        """Logits (B, V) in float32 for the token after each row: the next step of decoding, which
+        computes only the tokens in idx and takes those before from the cache."""
         return self.lm_head(self.hidden(idx, padding_mask, cache)[:, -1]).float()
 
     @torch.no_grad()
     def generate(
-        self,
-        idx: torch.Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        padding_mask: torch.Tensor | None = None,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
-    ) -> Iterator[torch.Tensor]:
+        self, idx, max_new_tokens, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
+        padding_mask=None, generator=None,
+    ) -> Iterator[torch.Tensor]:  # fmt: skip
         """Yield the next token of every row, (B,) int64, max_new_tokens times. Call eval() before.
 
         idx (B, T), T >= 1, of which the newest block_size count; prompts of unequal length are
@@ -620,19 +388,15 @@ class GPT(nn.Module):
         alone. generator: one for all rows, or a list with one a row. Filters: see next_token_probs.
 
         A row of more than block_size tokens goes on from its newest block_size / 2, and the cache
-        is built anew: once in block_size / 2 tokens instead of at every one.
-        """
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 0")
+        is built anew: once in block_size / 2 tokens instead of at every one."""
         if idx.size(1) == 0:
             raise ValueError("idx has no tokens: start from end-of-text or a newline")
-        block_size = self.config.block_size
+        block_size, step = self.config.block_size, self.decode_step or self.next_logits
         idx = idx[:, -block_size:]
         mask = None if padding_mask is None else padding_mask[:, -block_size:]
-        padding = ~self.drawable  # ids without a token
-        new, cache = idx, [KVCache() for _ in self.h]
+        new, cache = idx, [KVCache(self.cache_dtype) for _ in self.h]
         for _ in range(max_new_tokens):
-            logits = self.next_logits(new, mask, cache).masked_fill(padding, float("-inf"))
+            logits = step(new, mask, cache).masked_fill(~self.drawable, float("-inf"))
             token = draw(next_token_probs(logits, temperature, top_k, top_p, min_p), generator)
             yield token
             new = token[:, None]
@@ -641,111 +405,95 @@ class GPT(nn.Module):
                 mask = torch.cat([mask, torch.ones_like(new, dtype=torch.bool)], dim=1)
             if idx.size(1) > block_size:
                 idx, mask = newest_half(idx, mask, block_size)
-                new, cache = idx, [KVCache() for _ in self.h]
+                new, cache = idx, [KVCache(self.cache_dtype) for _ in self.h]
 
     def restrict_to_tokens(self, tokenizer_json: str):
-        """Let generate draw only the ids that a tokenizer has, given its tokenizer.json as text.
-
-        Raises ValueError where that is damaged, or has no id of the model's."""
-        try:
-            tokenizer = json.loads(tokenizer_json)
-            ids = [*tokenizer["model"]["vocab"].values()]
-            ids += [token["id"] for token in tokenizer["added_tokens"]]
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"tokenizer.json is damaged: {error!r:.200}") from None
-        ids = [i for i in ids if type(i) is int and 0 <= i < self.config.vocab_size]
-        if not ids:
-            raise ValueError("tokenizer.json has no token for the ids of the model")
+        """Let generate draw only the ids that a tokenizer has, given its tokenizer.json as text."""
+        tokenizer = json.loads(tokenizer_json)
+        ids = [*tokenizer["model"]["vocab"].values()]
+        ids += [token["id"] for token in tokenizer["added_tokens"]]
         self.drawable.fill_(False)
-        self.drawable[ids] = True
-
-    def crop_block_size(self, block_size: int):
-        """Forget the positions from block_size on, for training on with a shorter window.
-
-        Raises ValueError for more positions than there are."""
-        limit = self.config.block_size
-        if not 1 <= block_size <= limit:
-            raise ValueError(f"block_size={block_size}: the model has {limit} positions")
-        self.config.block_size = self.wpe.num_embeddings = block_size
-        self.wpe.weight = nn.Parameter(self.wpe.weight[:block_size].detach().clone())
-        mask = self.h[0].attn.causal_mask[:block_size, :block_size].clone()
-        for block in self.h:
-            block.attn.block_size, block.attn.causal_mask = block_size, mask
+        self.drawable[[i for i in ids if i < self.config.vocab_size]] = True
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, dropout: float | None = None) -> "GPT":
-        """The model, in eval mode and float32, of a directory with config.json and
-        model.safetensors, whole or in shards, as Hugging Face's GPT2LMHeadModel or save_pretrained
-        writes them; or of the hub name of a GPT-2. dropout: for training on, in place of its own.
-        Raises OSError, or ValueError for another architecture or a damaged file: sizes in
-        config.json are those of the files before memory is taken, and no code is executed."""
-        path = checkpoint_directory(path)
-        fields, stored = read_config(path / "config.json"), open_weights(path)
-        if dropout is not None:
-            fields["dropout"] = dropout
-        # Another program may have trained biases that this file's config.json says are not there.
-        biases = (t for name, t in stored.items() if name.endswith(".bias"))
-        biases = (t[:] for t in biases if len(t.get_shape()) == 1)
-        fields["bias"] = fields.get("bias", True) or any(t.any() for t in biases)
-        config = GPTConfig(**fields)
-
-        def check(name, *shape):
-            if name not in stored or stored[name].get_shape() != [*shape]:
-                raise ValueError(f"{path}: {name} in the weights has not the size in config.json")
-
-        # The files' bytes bound these, and these all others.
-        check("wte.weight", config.vocab_size, config.n_embd)
-        check("wpe.weight", config.block_size, config.n_embd)
-        check("h.0.mlp.c_fc.weight", config.n_embd, 4 * config.n_embd)
-        if config.n_layer > len(stored):
-            raise ValueError(f"{path}: the weights have fewer than n_layer={config.n_layer} layers")
-        with torch.device("meta"):
-            model = cls(config)  # shapes without memory
-        weights = {}
-        for name, parameter in model.named_parameters():
-            turned = name.endswith(CONV1D)
-            check(name, *(reversed(parameter.shape) if turned else parameter.shape))
-            tensor = stored[name][:].T if turned else stored[name][:]
-            weights[name] = torch.empty(parameter.shape).copy_(tensor)
-            if not math.isfinite(weights[name].sum()):
-                raise ValueError(f"{path}: {name} in the weights has NaN or infinite numbers")
-        model.load_state_dict(weights, assign=True)
-        model.init_masks()
-        if (path / "tokenizer.json").is_file():
-            model.restrict_to_tokens(read_text(path / "tokenizer.json"))
+    def from_pretrained(cls, directory: str | Path, **changes) -> "GPT":
+        """The model, in eval mode and float32, of a directory with config.json, model.safetensors
+        and perhaps tokenizer.json, as save_pretrained or Hugging Face's GPT2LMHeadModel write them.
+        changes: fields of GPTConfig to change, such as dropout=0.1 for training on.
+        Raises OSError, or ValueError for what does not fit; see from_tensors."""
+        directory = Path(directory)
+        stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        model = cls.from_tensors(stored, load_file(directory / "model.safetensors"), **changes)
+        if (directory / "tokenizer.json").is_file():
+            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+            model.restrict_to_tokens(text)
         return model.eval()
 
-    def save_pretrained(self, path: str | Path, tokenizer_json: str | None = None):
+    @classmethod
+    def from_tensors(cls, stored: dict, tensors: Mapping[str, torch.Tensor], **changes) -> "GPT":
+        """The model that a config.json describes, of these tensors. Raises ValueError for another
+        architecture, and for a tensor that is missing, left over or of another shape. The masks
+        that Hugging Face stores, a tied lm_head.weight and biases of zeros may be left over."""
+        names = {field.name: HF_NAMES.get(field.name, field.name) for field in fields(GPTConfig)}
+        sizes = {ours: stored[theirs] for ours, theirs in names.items() if theirs in stored}
+        config = GPTConfig(**sizes | changes)
+        if config.n_layer > len(tensors):
+            raise ValueError(f"n_layer={config.n_layer}: the weights have fewer layers")
+        try:
+            with torch.device("meta"):  # to compare names and shapes before memory is taken
+                expected = cls(config)
+            constants = GPT2_CONSTANTS if model_type(expected) == "gpt2" else {}
+            for key, value in ({"model_type": model_type(expected)} | constants).items():
+                if stored.get(key, value) != value:
+                    raise ValueError(f"{key} is {stored[key]!r:.50}, that of model.py {value!r}")
+            parameters, weights = expected.state_dict(), {}
+            for name, tensor in tensors.items():
+                name = name.removeprefix("transformer.")
+                mask = name.endswith((".attn.bias", ".attn.masked_bias"))
+                zeros = name.endswith(".bias") and not tensor.any()
+                if name in parameters or not (mask or zeros):
+                    weights[name] = tensor.T if name.endswith(CONV1D) else tensor
+            if "lm_head.weight" in parameters and "wte.weight" in weights:
+                weights.setdefault("lm_head.weight", weights["wte.weight"])
+            expected.load_state_dict(weights, assign=True)
+            model = cls(config)
+            model.load_state_dict(weights)
+        except RuntimeError as error:  # of load_state_dict, with all names; sizes beyond 2^63
+            raise ValueError(" ".join(str(error).split())) from None
+        return model
+
+    def save_pretrained(self, directory: str | Path, tokenizer_json: str | None = None):
         """Write config.json and model.safetensors as Hugging Face's GPT2LMHeadModel has them, and
-        tokenizer.json with tokenizer_config.json where the tokenizer's JSON text is given."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
+        tokenizer.json with tokenizer_config.json where the tokenizer's JSON text is given.
+        What GPT-2 lacks, parameters or fields, is stored as it is; model_type is another then."""
+        directory, kind = Path(directory), model_type(self)
+        directory.mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, parameter in self.named_parameters():
             tensor = parameter.detach().cpu()
-            if not self.config.bias and not name.startswith(("wte", "wpe")):
-                zeros = tensor.new_zeros(tensor.size(0))  # GPT-2 has biases: of zeros
+            if kind == "gpt2" and not self.config.bias and not name.startswith(("wte", "wpe")):
+                zeros = tensor.new_zeros(len(tensor))  # GPT-2 has biases: of zeros
                 tensors[f"transformer.{name.removesuffix('weight')}bias"] = zeros
-            tensor = tensor.T if name.endswith(CONV1D) else tensor
-            tensors[f"transformer.{name}"] = tensor.contiguous()
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+            tensor = tensor.T.contiguous() if name.endswith(CONV1D) else tensor
+            tensors[f"transformer.{name}"] = tensor
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
-        added = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
-        end_of_text = {token["content"]: token["id"] for token in added}.get(END_OF_TEXT)
-        config = {"architectures": ["GPT2LMHeadModel"], **FIXED}
-        config |= {hf: getattr(self.config, ours) for ours, hf in FIELDS.items()}
+        special = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
+        end_of_text = {token["content"]: token["id"] for token in special}.get(END_OF_TEXT)
+        config = {"model_type": kind, "architectures": ["GPT"]}
+        if kind == "gpt2":
+            config |= {"architectures": ["GPT2LMHeadModel"]} | GPT2_CONSTANTS
+        config |= {HF_NAMES.get(name, name): value for name, value in asdict(self.config).items()}
         config |= {"embd_pdrop": self.config.dropout, "attn_pdrop": self.config.dropout}
         config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        config |= {"dtype": str(self.wte.weight.dtype).removeprefix("torch.")}
         files = {"config.json": json.dumps(config, indent=2)}
         if tokenizer_json is not None:
             # Not GPT2Tokenizer, which would put GPT-2's split pattern in the place of ours.
-            tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            tokenizer_config |= {"model_max_length": self.config.block_size}
-            if end_of_text is not None:
-                names = ["bos_token", "eos_token", "unk_token"]
-                tokenizer_config |= dict.fromkeys(names, END_OF_TEXT)
-            files |= {"tokenizer_config.json": json.dumps(tokenizer_config, indent=2)}
-            files |= {"tokenizer.json": tokenizer_json}
+            names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
+            its_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            its_config |= {"model_max_length": self.config.block_size}
+            its_config |= dict.fromkeys(names, END_OF_TEXT)
+            files["tokenizer_config.json"] = json.dumps(its_config, indent=2)
+            files["tokenizer.json"] = tokenizer_json
         for name, text in files.items():
-            (path / name).write_text(text, encoding="utf-8")
+            (directory / name).write_text(text, encoding="utf-8")

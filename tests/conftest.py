@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from config import run
+from gptling.cli import run
 
 ROOT = Path(__file__).parent.parent
 TINY = (
     "--block_size=16 --n_layer=2 --n_head=2 --n_embd=16 --batch_size=4 --max_iters=20 "
-    "--eval_interval=10 --learning_rate=1e-2 --min_lr=1e-3 --dtype=float32 --curves=False"
+    "--eval_interval=10 --learning_rate=1e-2 --min_lr=1e-3 --warmup_iters=2 --dtype=float32 "
+    "--curves=False"
 ).split()
 TEXT = "".join(f"{n} green bottles hanging on the wall,\n" for n in range(200))
 

@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
-from config import list_checkpoints, run
+from gptling.checkpoints import list_checkpoints
+from gptling.cli import run
 
 
 def start(arguments):

@@ -10,14 +10,15 @@ import pytest
 import tiktoken
 import torch
 
-from config import UserError, load
+from gptling.cli import UserError, load
+from gptling.explain import check_page, explain, visible, write_page
+from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
-from prepare import build_tokenizer, load_tokenizer, tokenizer_to_json
-from sample import SampleConfig, check_page, explain, visible, write_page
+from sample import SampleConfig
+from tests.changed_model import ChangedGPT
 from tests.conftest import output_of, run_script
-from tests.test_bad_input import refused
 
-BYTES = build_tokenizer("byte", [], end_of_text=False)
+BYTES = build_tokenizer("byte", end_of_text=False)
 PROMPT = "1 gr"
 HALF = 0.5 / 65535  # a weight is stored in steps of 1 / 65535
 HOSTILE = [
@@ -48,13 +49,16 @@ def read_weights(data):
 
 @torch.no_grad()
 def attention_of(model, ids):
-    """MultiHeadAttention.attention_weights of every block, (n_layer, n_head, T, T)."""
-    x = model.wte(torch.tensor([ids])) + model.wpe(torch.arange(len(ids)))
-    weights = []
-    for block in model.h:
-        weights.append(block.attn.attention_weights(block.ln_1(x))[0])
-        x = block(x)
-    return torch.stack(weights)
+    """attention_weights of each layer that has them, of what the layer is given in the model's own
+    forward pass, (n_layer, n_head, T, T)."""
+    inputs = {}
+    layers = [m for m in model.modules() if hasattr(m, "attention_weights")]
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, args, y: inputs.update({layer: args[0]}))
+    model(torch.tensor([ids]))
+    for layer in layers:
+        layer._forward_hooks.clear()
+    return torch.cat([layer.attention_weights(inputs[layer]) for layer in layers])
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +74,9 @@ def explained(trained, tmp_path_factory):
     return page, GPT.from_pretrained(path), ids
 
 
-def random_model(V, block_size=16, n_layer=2, n_head=2):
+def random_model(V, model_class=GPT):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size, V, n_layer, n_head, 16)).eval()
+    model = model_class(GPTConfig(16, V, n_layer=2, n_head=2, n_embd=16)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return model
@@ -129,8 +133,34 @@ def test_a_long_text_is_cut_where_the_page_says(n_prompt, n, before, after):
     torch.testing.assert_close(read_weights(data), expected, rtol=0, atol=HALF + 1e-6)
 
 
+@pytest.mark.parametrize("model_class", [GPT, ChangedGPT])
+def test_weights_are_those_that_the_outcome_comes_from(model_class):
+    """A token's logits depend on the tokens that it attends to: those with a weight, no others."""
+    model = random_model(256, model_class)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=1.0)
+    ids = torch.arange(65, 77).tolist()
+    data = explain(model, BYTES, ids, 4)
+    weights = read_weights(data)
+    expected = attention_of(model, ids).double()
+    torch.testing.assert_close(weights, expected, rtol=0, atol=HALF + 1e-6)
+    assert (data["n_layer"], data["n_head"]) == (2, 2) and weights.triu(1).max() == 0
+    assert (weights.sum(dim=-1) - 1).abs().max() <= len(ids) * HALF + 1e-6
+    with torch.no_grad():
+        probs = model(torch.tensor([ids]))[0][0].softmax(dim=-1)
+    shown = [probs[t, ids[t + 1]].item() for t in range(len(ids) - 1)]
+    assert data["probabilities"] == pytest.approx(shown, abs=1e-6)
+
+
+def test_a_model_without_attention_weights_is_refused():
+    model = random_model(256)
+    model.h = torch.nn.ModuleList()
+    with pytest.raises(UserError, match=r"--explain.*attention_weights"):
+        explain(model, BYTES, [65, 66], 1)
+
+
 def test_deep_models_show_fewer_tokens(monkeypatch):
-    monkeypatch.setattr("sample.PAGE_WEIGHTS", 300)
+    monkeypatch.setattr("gptling.explain.PAGE_WEIGHTS", 300)
     data = explain(random_model(256), BYTES, [65] * 16, 2)
     assert len(data["tokens"]) == 12 and len(base64.b64decode(data["attention"])) <= 2 * 330
 
@@ -187,9 +217,9 @@ def test_every_token_can_be_seen(raw, label):
 )
 def test_flags_that_do_not_go_together_are_usage_errors(capsys, arguments, named):
     with pytest.raises(SystemExit) as exit:
-        load(SampleConfig, "", arguments, positional="run")
+        load(SampleConfig, "", arguments)
     error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1
+    assert exit.value.code == 2
     assert all(name in error for name in named)
 
 
@@ -204,7 +234,9 @@ def test_a_page_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, n
 
 def test_the_page_is_checked_before_a_model_is_loaded(tmp_path):
     process = run_script("sample.py", "no-such-run", "--explain=nix/page.html", cwd=tmp_path)
-    refused(process, "page.html", "cannot be written")
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1
+    assert "nix/page.html: cannot be written" in error
 
 
 def test_a_page_that_cannot_be_finished_leaves_the_older_one(tmp_path, monkeypatch):
@@ -216,7 +248,7 @@ def test_a_page_that_cannot_be_finished_leaves_the_older_one(tmp_path, monkeypat
     page.write_text("older")
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.write_text", full)
-        with pytest.raises(UserError, match="No space left"):
+        with pytest.raises(UserError, match=r"page\.html.*No space left.*MB are left"):
             write_page(page, {})
     assert page.read_text() == "older" and list(tmp_path.iterdir()) == [page]
 
@@ -287,6 +319,7 @@ def pick(browser, layer, head):
         checked = browser.find_element(By.CSS_SELECTOR, "#heads :checked")
 
 
+@pytest.mark.slow
 def test_shading_is_attention_weights_for_every_layer_head_and_token(browser, explained):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
@@ -310,6 +343,7 @@ def test_shading_is_attention_weights_for_every_layer_head_and_token(browser, ex
     assert browser.get_log("browser") == []
 
 
+@pytest.mark.slow
 def test_matrices_are_drawn_from_the_weights(browser, explained):
     """The opacity of each pixel is the root of its weight; right of the diagonal is nothing."""
     page, model, ids = explained
@@ -326,6 +360,7 @@ def test_matrices_are_drawn_from_the_weights(browser, explained):
         assert opacity.triu(1).sum() == 0
 
 
+@pytest.mark.slow
 def test_a_token_shows_its_probability_and_alternatives_by_mouse_and_keyboard(browser, explained):
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
@@ -366,6 +401,7 @@ def test_a_token_shows_its_probability_and_alternatives_by_mouse_and_keyboard(br
     assert browser.get_log("browser") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_fits_a_phone_and_can_be_read(browser, explained, scheme):
     from selenium.webdriver.common.by import By
@@ -405,6 +441,7 @@ def luminance(color):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+@pytest.mark.slow
 def test_hostile_text_stays_text(browser, tmp_path):
     """In tokens, in alternatives and in the name of the checkpoint; nothing is loaded either."""
     ranks = {token.encode(): i for i, token in enumerate(HOSTILE)}

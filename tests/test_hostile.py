@@ -22,24 +22,20 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from config import UserError, load, read_preset
+from gptling.cli import UserError, load, read_preset
+from gptling.dataset import open_tokens, read_meta
+from gptling.pretrained import find_checkpoint, load_model
+from gptling.tokenizers import build_tokenizer, encode, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig, next_token_probs
-from prepare import (
-    PrepareConfig,
-    TokenFile,
-    build_tokenizer,
-    encode,
-    load_tokenizer,
-    prepare,
-    read_meta,
-    tokenizer_to_json,
-)
-from sample import SampleConfig, one_line_errors, open_checkpoint
+from prepare import PrepareConfig, prepare
+from sample import SampleConfig
 from tests.conftest import ROOT, run_here, run_script
 from train import TrainConfig
 
-# The same examples in every run.
+# The same examples in every run; where one takes long, most of them in a slow test of its own.
 properties = settings(derandomize=True, deadline=None, database=None, max_examples=100)
+few = settings(properties, max_examples=40)
+many = settings(properties, max_examples=200)
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # no surrogates: UTF-8 has none
 
 
@@ -51,18 +47,14 @@ def prepared(raw, tokenizer):
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         Path("a.txt").write_bytes(raw)
         data = prepare(PrepareConfig(("a.txt",), tokenizer))
-        parts = [TokenFile(file)[:] for file in (*sorted(data.glob("train-*")), data / "val.npy")]
+        files = [*sorted(data.glob("train-*")), data / "val.npy"]
+        parts = [np.array(open_tokens(file)) for file in files]
         meta = read_meta(data)
         assert [meta[split]["tokens"] for split in ("train", "val")] == [*map(len, parts)]
-        ids = np.concatenate(parts).tolist()
-        del parts  # Windows deletes no file that is mapped
-        return ids, load_tokenizer(data)
+        return np.concatenate(parts).tolist(), load_tokenizer(data)
 
 
-@properties
-@given(ANY_TEXT, st.sampled_from(["char", "byte"]))
-@example("\ufeffa\r\n\u2028\x85🙂e\u0301<|endoftext|>", "char")
-def test_any_text_comes_back(text, tokenizer):
+def comes_back(text, tokenizer):
     expected = text.removeprefix("\ufeff")
     if not expected or "\0" in text:
         with pytest.raises(UserError):
@@ -73,12 +65,13 @@ def test_any_text_comes_back(text, tokenizer):
     assert encode(encoding, expected).tolist() == ids
 
 
-@properties
-@given(
-    st.binary(min_size=1)
-    | st.tuples(ANY_TEXT, st.binary(max_size=4)).map(lambda t: t[0].encode() + t[1])
-)
-def test_any_bytes_come_back_or_are_refused(raw):
+any_text = given(ANY_TEXT, st.sampled_from(["char", "byte"]))
+odd_text = example("\ufeffa\r\n\u2028\x85🙂e\u0301<|endoftext|>", "char")
+test_any_text_comes_back = few(odd_text(any_text(comes_back)))
+test_more_texts_come_back = pytest.mark.slow(many(any_text(comes_back)))
+
+
+def come_back_or_are_refused(raw):
     try:
         text = raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -90,6 +83,16 @@ def test_any_bytes_come_back_or_are_refused(raw):
         assert bytes(ids) == text.encode() and encoding.decode(ids) == text
 
 
+any_bytes = given(
+    st.binary(min_size=1)
+    | st.tuples(ANY_TEXT, st.binary(max_size=4)).map(lambda t: t[0].encode() + t[1])
+)
+test_any_bytes_come_back_or_are_refused = few(any_bytes(come_back_or_are_refused))
+test_more_bytes_come_back_or_are_refused = pytest.mark.slow(
+    many(any_bytes(come_back_or_are_refused))
+)
+
+
 KINDS = [PrepareConfig, SampleConfig, TrainConfig]
 NAMES = sorted({name for cls in KINDS for name in cls.__dataclass_fields__})
 VALUES = st.one_of(
@@ -99,6 +102,7 @@ VALUES = st.one_of(
     st.sampled_from(["true", "False", "auto", "", "-", "--", "=", "1e400", "0x10", "'", "\x1b[0m"]),
     ANY_TEXT,
 )
+EMPTY_PRESET = ROOT / "config" / "quickstart.toml"
 FLAGS = st.tuples(st.sampled_from(NAMES), VALUES).map(lambda pair: f"--{pair[0]}={pair[1]}")
 TOML = st.tuples(
     st.sampled_from(NAMES) | st.text("ab.\"'[] ", max_size=4),
@@ -108,22 +112,30 @@ TOML = st.tuples(
 ).map(" = ".join)
 
 
-@properties
-@given(st.sampled_from(KINDS), st.lists(FLAGS | VALUES, max_size=4))
-def test_any_flags_give_a_configuration_or_one_line(cls, arguments):
-    positional = {PrepareConfig: "sources", SampleConfig: "run", TrainConfig: None}[cls]
+def give_a_configuration_or_a_usage_error(cls, arguments):
+    default_preset = EMPTY_PRESET if cls is TrainConfig else None
     error = tempfile.SpooledTemporaryFile(mode="w+", encoding="utf-8")
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(error):
         try:
-            config, given = load(cls, "Anything.", arguments, positional)
+            config, given = load(cls, "Anything.", arguments, default_preset)
             assert type(config) is cls and set(given) <= set(cls.__dataclass_fields__)
         except UserError:  # a preset that is not there
-            assert positional is None
+            assert default_preset
         except SystemExit as exit:
             error.seek(0)
             text = error.read()
-            assert exit.code == 0 or (exit.code == 2 and text.endswith("\n"))
-            assert exit.code == 0 or text[:-1].isprintable()
+            assert exit.code in (0, 2) and text.endswith("\n")
+            text = re.sub("[" + re.escape("".join(["\n", *arguments])) + "]", "", text)
+            assert text.isprintable() and "Traceback" not in text
+
+
+any_flags = given(st.sampled_from(KINDS), st.lists(FLAGS | VALUES, max_size=4))
+test_any_flags_give_a_configuration_or_a_usage_error = few(
+    any_flags(give_a_configuration_or_a_usage_error)
+)
+test_more_flags_give_a_configuration_or_a_usage_error = pytest.mark.slow(
+    many(any_flags(give_a_configuration_or_a_usage_error))
+)
 
 
 @properties
@@ -140,7 +152,7 @@ def test_any_preset_gives_a_configuration_or_one_error(cls, content):
         except UserError as error:
             assert "any.toml" in str(error)
             return
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(ValueError):
         assert type(cls(**values)) is cls
 
 
@@ -284,9 +296,9 @@ def mutated(rng, name, raw):
 def use(directory):
     """Open everything in a directory, as the scripts do, and use it."""
     read_meta(directory)
-    int(TokenFile(directory / "val.npy")[:].sum())
+    int(open_tokens(directory / "val.npy").sum())
     encoding = load_tokenizer(directory)
-    model = GPT.from_pretrained(directory)
+    model = load_model(GPT, directory)
     for text in ("", "aaaaaaaab <|endoftext|>\n\n", "é🙂 it's 123   x"):
         ids = encode(encoding, text).tolist()
         assert encoding.decode(ids) == text
@@ -308,7 +320,10 @@ def fuzz(directory, n):
         try:
             use(directory)
             counts["used"] += 1
-        except (UserError, ValueError, OSError):
+        except UserError:
+            counts["refused"] += 1
+        except ValueError as error:  # of generate, in the place of NaN
+            assert "not numbers" in str(error)
             counts["refused"] += 1
         except BaseException:
             shutil.copy(directory / name, directory / "guilty")
@@ -327,14 +342,15 @@ def fuzz(directory, n):
     print(json.dumps(counts | {"slowest": slowest}))
 
 
-def test_a_thousand_mutated_files_are_used_or_refused(tmp_path):
+@pytest.mark.parametrize("n", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_mutated_files_are_used_or_refused(tmp_path, n):
     """In a process of its own: a panic in native code, too much memory or a hang would show."""
-    command = [sys.executable, "-m", "tests.test_hostile", str(tmp_path), "1000"]
+    command = [sys.executable, "-m", "tests.test_hostile", str(tmp_path), str(n)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120)
     assert process.returncode == 0 and not process.stderr, process.stderr.decode()[-3000:]
     counts = json.loads(process.stdout)
-    assert counts["used"] > 50 and counts["refused"] > 400
+    assert counts["used"] > n / 20 and counts["refused"] > n * 0.4
     assert counts["peak"] < 1e9 and counts["slowest"] < 5
 
 
@@ -393,22 +409,20 @@ def test_other_token_files_are_refused(tmp_path, monkeypatch, write):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "val.npy")
     with pytest.raises(UserError, match=r"val\.npy"):
-        TokenFile(tmp_path / "val.npy")
+        open_tokens(tmp_path / "val.npy")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_token_file_has_the_length_in_its_header(tmp_path):
+def test_a_token_file_that_was_cut_is_refused(tmp_path):
     np.save(tmp_path / "val.npy", np.arange(1000, dtype=np.uint32))
     raw = (tmp_path / "val.npy").read_bytes()
-    assert TokenFile(tmp_path / "val.npy")[:].tolist() == list(range(1000))
-    for other in (
-        raw[:-1],
-        raw + b"\0",
-        raw.replace(b"(1000,), }" + b" " * 14, b"(%d,), }" % 10**17),
-    ):
+    assert open_tokens(tmp_path / "val.npy").tolist() == list(range(1000))
+    longer = raw.replace(b"(1000,), }" + b" " * 14, b"(%d,), }" % 10**17)
+    assert len(longer) == len(raw) and longer != raw
+    for other in (raw[:-1], raw[:200], longer):
         (tmp_path / "val.npy").write_bytes(other)
-        with pytest.raises(UserError, match="size"):
-            TokenFile(tmp_path / "val.npy")
+        with pytest.raises(UserError, match=r"val\.npy"):
+            open_tokens(tmp_path / "val.npy")
 
 
 @pytest.mark.parametrize(
@@ -422,26 +436,6 @@ def test_another_meta_json_is_refused(tmp_path, change):
         read_meta(tmp_path)
 
 
-def test_shards_that_repeat_a_tensor_are_refused(tmp_path):
-    small_checkpoint(tmp_path)
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    for shard in shards:
-        shutil.copy(tmp_path / "model.safetensors", tmp_path / shard)
-    index = {"weight_map": dict(enumerate(shards))}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    GPT.from_pretrained(tmp_path)  # the shards are of an older checkpoint
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="twice"):
-        GPT.from_pretrained(tmp_path)
-
-
-def test_all_layers_share_one_mask(tmp_path):
-    small_checkpoint(tmp_path)
-    for model in (GPT.from_pretrained(tmp_path), GPT(GPTConfig(8, 10, 3, 1, 4))):
-        assert len({block.attn.causal_mask.data_ptr() for block in model.h}) == 1
-        assert torch.equal(model.h[-1].attn.causal_mask, torch.ones(8, 8).tril().bool())
-
-
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
     if not hasattr(os, "mkfifo"):
         pytest.skip("Windows has no named pipes")
@@ -449,7 +443,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
         small_checkpoint(tmp_path)
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
-        with pytest.raises((UserError, OSError)):
+        with pytest.raises(UserError):
             use(tmp_path)
         (tmp_path / name).unlink()
 
@@ -476,27 +470,43 @@ def test_nothing_in_a_directory_is_executed(tmp_path, monkeypatch):
     (tmp_path / "preset.toml").write_text("out_dir = \"__import__('os').mkdir('ran')\"\n")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     use(tmp_path)
-    open_checkpoint(SampleConfig(run=str(tmp_path)), ["a"])
+    load_model(GPT, find_checkpoint(tmp_path))
     read_preset(TrainConfig, tmp_path / "preset.toml")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "model.safetensors").unlink()  # the pickled weights do not stand in
-    with pytest.raises(FileNotFoundError):
-        GPT.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="pickle"):
+        load_model(GPT, tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "file", ["model.py", "prepare.py", "train.py", "sample.py", "config/__init__.py"]
-)
+SOURCES = sorted([*ROOT.glob("*.py"), *(ROOT / "gptling").glob("*.py"), *ROOT.glob("docs/*.py")])
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_the_source_has_no_way_to_run_what_it_reads(file):
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    tree = ast.parse(file.read_text(encoding="utf-8"))
     modules = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
     assert not {"pickle", "marshal", "shelve", "dill", "joblib", "yaml"} & set(modules)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "pickle":
+            assert [a.name for a in node.names] == ["UnpicklingError"]
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name, options = ast.unparse(call.func), {k.arg: ast.unparse(k.value) for k in call.keywords}
         assert name not in ("exec", "eval", "compile", "__import__")
         assert name not in ("torch.load",) or options.get("weights_only") == "True"
+        if name == "importlib.import_module":  # a package that is named in the source
+            assert isinstance(call.args[0], ast.Constant) or "optional_package" in file.read_text()
         assert "allow_pickle" not in options and "trust_remote_code" not in options
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_the_package_knows_no_script_and_the_model_nothing_of_ours(file):
+    tree, scripts = ast.parse(file.read_text(encoding="utf-8")), {f.stem for f in ROOT.glob("*.py")}
+    imported = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    imported += [n.module or "." for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    forbidden = {"model": {"gptling", *scripts}}.get(file.stem, scripts)
+    if file.stem == "model" or file.parent.name == "gptling":
+        assert not forbidden & {name.split(".")[0] for name in imported}
 
 
 # ---------------------------------------------------------------- absurd numbers
@@ -504,7 +514,7 @@ def test_the_source_has_no_way_to_run_what_it_reads(file):
 
 def test_absurd_numbers_of_tokens_are_right(trained):
     common = ["sample.py", "out/mine", "--prompt=12 green", "--stop=\\n"]
-    absurd = [f"--max_new_tokens={10**22}", f"--top_k={10**22}", "--seed", 2**63 - 1]
+    absurd = [f"--max_new_tokens={2**63 - 1}", f"--top_k={2**63 - 1}", "--seed", 2**63 - 1]
     for arguments in (absurd, [*absurd, "--num_samples=2"]):
         plain = ["--max_new_tokens=1000", "--top_k=0", *arguments[2:]]
         process = run_here(*common, *arguments, cwd=trained)
@@ -512,60 +522,7 @@ def test_absurd_numbers_of_tokens_are_right(trained):
         assert process.stdout == run_here(*common, *plain, cwd=trained).stdout
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
-def test_logits_that_are_not_numbers_are_an_error(temperature):
-    model = GPT(GPTConfig(8, 10, 1, 1, 4)).eval()
-    torch.nn.init.constant_(model.wpe.weight, math.nan)
-    with pytest.raises(ValueError, match="not numbers"):
-        list(model.generate(torch.tensor([[0]]), 1, temperature=temperature))
-
-
-def test_memory_that_ends_is_one_line_and_a_bug_is_not():
-    def tokens(error):
-        yield torch.tensor([1])
-        raise error
-
-    memory = RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes")
-    with pytest.raises(UserError, match="--num_samples"):
-        list(one_line_errors(tokens(memory), 7))
-    with pytest.raises(RuntimeError, match="a bug"):
-        list(one_line_errors(tokens(RuntimeError("a bug")), 7))
-
-
 # ---------------------------------------------------------------- other processes
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows renames no directory with open files")
-def test_sampling_while_checkpoints_come_and_go(trained, tmp_path):
-    """As train.py does it: a hidden name, a rename; before deletion a rename to a hidden name."""
-    source, run_directory = trained / "out" / "mine" / "checkpoint-20", tmp_path / "run"
-    shutil.copytree(source, run_directory / "checkpoint-0")
-    churn = """if True:
-        import json, shutil, sys
-        from pathlib import Path
-        source, run = map(Path, sys.argv[1:])
-        step = 0
-        while True:
-            step += 1
-            hidden = run / f".checkpoint-{step}.writing"
-            shutil.copytree(source, hidden)
-            (hidden / "metrics.json").write_text(json.dumps({"val_loss": 1 / step}))
-            hidden.rename(run / f"checkpoint-{step}")
-            hidden = run / f".checkpoint-{step - 1}.deleting"
-            (run / f"checkpoint-{step - 1}").rename(hidden)
-            shutil.rmtree(hidden)
-    """
-    process = subprocess.Popen([sys.executable, "-c", churn, source, run_directory])
-    try:
-        seen = set()
-        while len(seen) < 200:
-            assert process.poll() is None
-            path, encoding, model = open_checkpoint(SampleConfig(run=str(run_directory)), ["12"])
-            assert len(list(model.generate(torch.tensor([[0]]), 2))) == 2 and encoding.n_vocab > 9
-            seen.add(path.name)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without a signal")

@@ -1,23 +1,22 @@
 """prepare.py: from texts to data/NAME."""
 
 import gzip
+import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
 
-import prepare
-from config import UserError
-from prepare import (
-    PrepareConfig,
-    TokenWriter,
-    build_tokenizer,
-    encode_on_all_cores,
-    load_tokenizer,
-    read_pieces,
-    training_part,
-)
-from tests.conftest import output_of, run_script
+from gptling import corpus, shards, sources
+from gptling.cli import UserError
+from gptling.corpus import documents
+from gptling.shards import TokenShards, encode_on_all_cores
+from gptling.sources import embedded_corpus, find_sources
+from gptling.splits import VALIDATION, training_part, validation_size
+from gptling.tokenizers import END_OF_TEXT, build_tokenizer, load_tokenizer
+from prepare import PrepareConfig, prepare
+from tests.conftest import output_of, run_here
 
 
 def split_text(directory, split):
@@ -26,21 +25,35 @@ def split_text(directory, split):
     return load_tokenizer(directory).decode(ids)
 
 
+def meta_of(directory):
+    return json.loads((directory / "meta.json").read_text())
+
+
+def run_prepare(*arguments, cwd):
+    process = run_here("prepare.py", *arguments, cwd=cwd)
+    assert process.returncode == 0, process.stderr.decode()
+    return process.stdout.decode()
+
+
+# ---------------------------------------------------------------- what is written
+
+
 def test_embedded_corpus_needs_nothing(tmp_path):
-    output_of("prepare.py", cwd=tmp_path)
+    run_prepare(cwd=tmp_path)
     data = tmp_path / "data" / "quickstart"
-    corpus = prepare.embedded_corpus()
+    texts = embedded_corpus()
     text = split_text(data, "train") + split_text(data, "val")
-    assert sorted(text.split(prepare.END_OF_TEXT)) == sorted([*corpus.values(), ""])
+    assert sorted(text.split(END_OF_TEXT)) == sorted([*texts.values(), ""])
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["quickstart"]
+    assert meta_of(data)["documents"] == len(texts)
+    assert meta_of(data)["characters"] == sum(map(len, texts.values()))
 
 
-def test_embedded_validation_text_is_not_in_the_training_text():
-    corpus = prepare.embedded_corpus()
-    part = training_part(np.array([len(text) for text in corpus.values()]))
-    texts = list(zip(corpus.values(), part, strict=True))
-    train = {line for text, n in texts if n for line in text.split("\n")}
-    val = [line for text, n in texts if not n for line in text.split("\n") if len(line) > 40]
+def test_embedded_validation_text_is_not_in_the_training_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = prepare(PrepareConfig())
+    train = set(split_text(data, "train").split("\n"))
+    val = [line for line in split_text(data, "val").split("\n") if len(line) > 40]
     assert len(val) > 100
     assert sum(line in train for line in val) < 0.1 * len(val)
 
@@ -54,11 +67,33 @@ def test_text_survives_whatever_the_locale(tmp_path, tokenizer):
     data = tmp_path / "data" / "mine"
     train, val = split_text(data, "train"), split_text(data, "val")
     assert train + val == text
-    assert len(val) == len(text) // 10
-    meta = json.loads((data / "meta.json").read_text())
-    assert meta["train"]["bytes"] == len(train.encode())
-    assert meta["val"]["bytes"] == len(val.encode())
+    assert len(val.encode()) == pytest.approx(len(text.encode()) / 10, abs=5)
+    assert meta_of(data)["train"]["bytes"] == len(train.encode())
+    assert meta_of(data)["val"]["bytes"] == len(val.encode())
     assert np.load(data / "val.npy").dtype == np.uint16
+
+
+def test_tiny_shakespeare_is_split_where_it_always_was(tmp_path):
+    file = os.environ.get("GPTLING_SHAKESPEARE")
+    if not file:
+        pytest.skip("tiny Shakespeare: set GPTLING_SHAKESPEARE to the file")
+    run_prepare(file, "--name=shakespeare", cwd=tmp_path)
+    meta = meta_of(tmp_path / "data" / "shakespeare")
+    assert meta["train"] == {"tokens": 1_003_855, "bytes": 1_003_855, "shards": 1}
+    assert meta["val"] == {"tokens": 111_539, "bytes": 111_539}
+    assert meta["vocab_size"] == 65
+
+
+def test_the_fingerprint_is_that_of_the_token_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shards, "TOKENS_PER_SHARD", 1000)
+    monkeypatch.setattr(corpus, "PIECE", 500)
+    (tmp_path / "a.txt").write_text("some words in a line\n" * 200)
+    data = prepare(PrepareConfig(("a.txt",)))
+    files = [*sorted(data.glob("train-*")), data / "val.npy"]
+    assert len(files) == meta_of(data)["train"]["shards"] + 1 > 3
+    digests = "".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    assert meta_of(data)["sha256"] == hashlib.sha256(digests.encode()).hexdigest()
 
 
 def test_folders_and_jsonl_give_documents(tmp_path):
@@ -73,80 +108,13 @@ def test_folders_and_jsonl_give_documents(tmp_path):
     (tmp_path / "chat.jsonl").write_text(lines)
     (tmp_path / "more.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     arguments = ["notes", "chat.jsonl", "more.jsonl.gz", "--name", "all"]
-    output = output_of("prepare.py", *arguments, cwd=tmp_path)
-    assert "picture.png" in output
+    assert "picture.png" in run_prepare(*arguments, cwd=tmp_path)
     data = tmp_path / "data" / "all"
-    documents = ["first\n", "second\n", "third\n"] + 2 * [f"document {i} é" for i in range(50)]
-    train, val = (split_text(data, split).split("<|endoftext|>")[:-1] for split in ("train", "val"))
-    assert sorted(train + val) == sorted(documents)
-    assert len(val) == 10
-    assert json.loads((data / "meta.json").read_text())["documents"] == 103
-
-
-def test_pieces_give_the_tokens_of_the_whole_file(tmp_path, gpt2_encoding, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    corpus = "".join(prepare.embedded_corpus().values()) + "end of it"
-    (tmp_path / "corpus.txt").write_text(corpus, encoding="utf-8", newline="")
-    monkeypatch.setattr(prepare, "PIECE", 5000)
-    data = prepare.prepare(PrepareConfig(sources=("corpus.txt",), tokenizer="gpt2"))
-    cut = len(corpus) - len(corpus) // 10
-    for split, text in (("train", corpus[:cut]), ("val", corpus[cut:])):
-        ids = np.concatenate([np.load(file) for file in sorted(data.glob(f"{split}*"))])
-        assert ids.tolist() == [*gpt2_encoding.encode_ordinary(text), 50256]
-
-
-def test_texts_encoded_on_all_cores_keep_their_order_whatever_their_length(monkeypatch):
-    monkeypatch.setattr(prepare, "PIECE", 64)
-    encoding = build_tokenizer("char", "ab\n", end_of_text=False)
-    texts = [("ab\n"[i % 3]) * (i * 37 % 500) if i % 5 else None for i in range(600)]
-    encoded = list(encode_on_all_cores(encoding, enumerate(texts)))
-    assert [key for key, _ in encoded] == list(range(600))
-    for text, (_, ids) in zip(texts, encoded, strict=True):
-        assert ids is None if text is None else encoding.decode(list(ids)) == text
-
-
-def test_an_error_among_texts_being_encoded_reaches_the_reader():
-    def texts():
-        yield "first", "a"
-        raise UserError("not UTF-8")
-
-    with pytest.raises(UserError, match="not UTF-8"):
-        list(encode_on_all_cores(build_tokenizer("byte", [], False), texts()))
-
-
-def test_pieces_put_characters_together_that_the_chunks_cut(tmp_path, monkeypatch):
-    text = "\ufeffé你🙂 añb\r\n" * 100
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    for size in (1, 2, 3, 7, 64):
-        monkeypatch.setattr(prepare, "PIECE", size)
-        pieces = list(read_pieces(tmp_path / "a.txt", prepare.tqdm(disable=True)))
-        assert "".join(piece for piece, _ in pieces) == text[1:]
-        assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
-
-
-def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    build = prepare.build_tokenizer
-    line = '{"text": "aremo"}\n'
-    for name, text in (
-        ("a.txt", 30 * line + "more"),
-        ("a.txt", 30 * line + "ü"),
-        ("a.txt", 29 * line),
-        ("a.txt", 30 * line.replace("a", "e")),
-        ("a.jsonl", 31 * line),
-        ("a.jsonl", 29 * line),
-        ("a.jsonl", 29 * line + line.replace("a", "")),
-    ):
-        (tmp_path / name).write_text(30 * line)
-
-        def change(*arguments, name=name, text=text, **options):
-            (tmp_path / name).write_text(text, encoding="utf-8")
-            return build(*arguments, **options)
-
-        monkeypatch.setattr(prepare, "build_tokenizer", change)
-        with pytest.raises(UserError, match="changed while"):
-            prepare.prepare(PrepareConfig(sources=(name,)))
-        assert list((tmp_path / "data").iterdir()) == []
+    texts = ["first\n", "second\n", "third\n"] + 2 * [f"document {i} é" for i in range(50)]
+    train, val = (split_text(data, split).split(END_OF_TEXT)[:-1] for split in ("train", "val"))
+    assert sorted(train + val) == sorted(texts)
+    assert 9 <= len(val) <= 11
+    assert meta_of(data)["documents"] == 103
 
 
 @pytest.mark.parametrize(
@@ -155,109 +123,206 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch
 )
 def test_data_is_called_after_its_source(tmp_path, source, name):
     (tmp_path / source).write_text('{"text": "some words"}\n' * 20)
-    output_of("prepare.py", source, cwd=tmp_path)
+    run_prepare(source, cwd=tmp_path)
     assert [path.name for path in (tmp_path / "data").iterdir()] == [name]
     assert ("{" in split_text(tmp_path / "data" / name, "train")) == (source != "B.JSONL")
 
 
-def test_files_in_a_folder_are_recognised_wherever_a_character_is_cut(tmp_path):
-    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbf")
-    for shift in range(4):
-        for mark in (b"", b"\xef\xbb\xbf"):
-            content = mark + b"x" * shift + "🙂".encode() * 4000
-            (tmp_path / f"{shift}{len(mark)}.txt").write_bytes(content)
-    assert len(prepare.find_files([str(tmp_path)])) == 8
-
-
-def test_token_files_are_npy_whatever_their_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "TOKENS_PER_SHARD", 1000)
-    writer = TokenWriter(tmp_path, "train", np.dtype(np.uint32), sharded=True)
-    ids = np.random.default_rng(0).integers(0, 100_000, 3500).astype(np.uint32)
-    for part in np.array_split(ids, 7):
-        writer.write(part)
-    writer.close()
-    shards = [np.load(file, mmap_mode="r") for file in sorted(tmp_path.glob("*.npy"))]
-    assert [len(shard) for shard in shards] == [1000, 1000, 1000, 500]
-    assert np.array_equal(np.concatenate(shards), ids)
-
-
-def test_training_part_holds_a_tenth_out():
-    assert training_part(np.array([1_115_394])).tolist() == [1_003_855]
-    assert training_part(np.array([100, 50])).tolist() == [90, 45]
-    part = training_part(np.full(100, 10))
-    assert (part == 0).sum() == 10 and set(part.tolist()) == {0, 10}
-    giants = np.array([10**6] + [1] * 20)  # whole documents cannot make up a tenth
-    assert training_part(giants)[0] == 900_000
+def test_an_existing_directory_is_replaced_only_when_asked(tmp_path):
+    (tmp_path / "a.txt").write_text("one " * 50)
+    run_prepare("a.txt", cwd=tmp_path)
+    (tmp_path / "a.txt").write_text("two " * 50)
+    process = run_here("prepare.py", "a.txt", cwd=tmp_path)
+    assert process.returncode == 1 and b"--overwrite=True" in process.stderr
+    assert split_text(tmp_path / "data" / "a", "train").startswith("one")
+    run_prepare("a.txt", "--overwrite", cwd=tmp_path)
+    assert split_text(tmp_path / "data" / "a", "train").startswith("two")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
 
 
 def test_a_download_is_checked_by_its_sha256(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "original").write_text("all the world's a stage\n" * 10)
     address = (tmp_path / "original").as_uri()
-    monkeypatch.setitem(prepare.DOWNLOADS, "shakespeare", (address, "0" * 64))
+    digest = hashlib.sha256((tmp_path / "original").read_bytes()).hexdigest()
+    monkeypatch.setitem(sources.DOWNLOADS, "shakespeare", (address, "0" * 64))
     with pytest.raises(UserError, match="another sha256"):
-        prepare.prepare(PrepareConfig(sources=("shakespeare",)))
+        prepare(PrepareConfig(("shakespeare",)))
     assert list((tmp_path / "data").iterdir()) == []
-    digest = prepare.hashlib.sha256((tmp_path / "original").read_bytes()).hexdigest()
-    monkeypatch.setitem(prepare.DOWNLOADS, "shakespeare", (address, digest))
-    data = prepare.prepare(PrepareConfig(sources=("shakespeare",)))
+    monkeypatch.setitem(sources.DOWNLOADS, "shakespeare", (address, digest))
+    data = prepare(PrepareConfig(("shakespeare",)))
     assert "all the world" in split_text(data, "train")
-    monkeypatch.setitem(prepare.DOWNLOADS, "shakespeare", ("http://127.0.0.1:9/", digest))
+    monkeypatch.setitem(sources.DOWNLOADS, "shakespeare", ("http://127.0.0.1:9/", digest))
     with pytest.raises(UserError, match=r"python prepare.py shakespeare.txt"):
-        prepare.prepare(PrepareConfig(sources=("shakespeare",), name="again"))
+        prepare(PrepareConfig(("shakespeare",), name="again"))
 
 
-def test_an_existing_directory_is_replaced_only_when_asked(tmp_path):
-    (tmp_path / "a.txt").write_text("one " * 50)
-    output_of("prepare.py", "a.txt", cwd=tmp_path)
-    (tmp_path / "a.txt").write_text("two " * 50)
-    process = run_script("prepare.py", "a.txt", cwd=tmp_path)
-    assert process.returncode == 1 and b"--overwrite=True" in process.stderr
-    assert split_text(tmp_path / "data" / "a", "train").startswith("one")
-    output_of("prepare.py", "a.txt", "--overwrite", cwd=tmp_path)
-    assert split_text(tmp_path / "data" / "a", "train").startswith("two")
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
+def test_the_tokenizer_of_other_data_or_of_a_checkpoint_is_taken(tmp_path):
+    (tmp_path / "a.txt").write_text("one of bytes, one of characters\n" * 50)
+    (tmp_path / "b.txt").write_text("anders 你好\n" * 50, encoding="utf-8")
+    run_prepare("a.txt", "--tokenizer=byte", cwd=tmp_path)
+    run_prepare("b.txt", "--tokenizer=data/a", cwd=tmp_path)
+    assert split_text(tmp_path / "data" / "b", "train").startswith("anders 你好")
+    run_prepare("a.txt", "--name=char", cwd=tmp_path)
+    arguments = ["b.txt", "--tokenizer=data/char", "--name=c"]
+    process = run_here("prepare.py", *arguments, cwd=tmp_path)
+    assert process.returncode == 1 and b"data/char" in process.stderr
 
 
 def test_a_bpe_is_the_same_for_the_same_text(tmp_path):
     pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
-    texts = list(prepare.embedded_corpus().values())
-    (tmp_path / "a.txt").write_text("\n".join(texts), encoding="utf-8")
-    arguments = ["a.txt", "--tokenizer=bpe", "--vocab_size=2000"]
+    text = "\n".join(embedded_corpus().values())
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
     for name, threads in (("one", "1"), ("two", "4")):
-        output_of(
-            "prepare.py", *arguments, f"--name={name}", cwd=tmp_path, RAYON_NUM_THREADS=threads
-        )
+        arguments = ["a.txt", "--tokenizer=bpe", "--vocab_size=2000", f"--name={name}"]
+        output_of("prepare.py", *arguments, cwd=tmp_path, RAYON_NUM_THREADS=threads)
     one, two = (tmp_path / "data" / name for name in ("one", "two"))
     for file in one.iterdir():
         assert file.read_bytes() == (two / file.name).read_bytes()
     encoding = load_tokenizer(one)
     assert (encoding.n_vocab, encoding.eot_token) == (2000, 1999)
-    text = split_text(one, "train") + split_text(one, "val")
-    assert text.replace(prepare.END_OF_TEXT, "") == "\n".join(texts)
+    assert (split_text(one, "train") + split_text(one, "val")).replace(END_OF_TEXT, "") == text
 
 
-def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "BPE_SAMPLE", 50_000)
-    monkeypatch.setattr(prepare, "PIECE", 16_000)
-    text = "".join(f"{i} green bottles\n" for i in range(30_000))
-    (tmp_path / "a.txt").write_text(text)
-    sample = prepare._check([tmp_path / "a.txt"], "bpe")[2]
-    assert 20_000 < sum(map(len, sample)) <= 50_000
-    places = [text.index(part) / len(text) for part in sample]
-    assert min(places) < 0.2 and max(places) > 0.8
-    assert sample == prepare._check([tmp_path / "a.txt"], "bpe")[2]
-    monkeypatch.setattr(prepare, "BPE_SAMPLE", len(text))
-    assert "".join(prepare._check([tmp_path / "a.txt"], "bpe")[2]) == text
+# ---------------------------------------------------------------- the split
 
 
-def test_the_tokenizer_of_other_data_or_of_a_checkpoint_is_taken(tmp_path):
-    texts = list(prepare.embedded_corpus().values())
-    (tmp_path / "a.txt").write_text("\n".join(texts), encoding="utf-8")
-    output_of("prepare.py", "a.txt", "--tokenizer=byte", cwd=tmp_path)
-    (tmp_path / "b.txt").write_text("anders 你好\n" * 50, encoding="utf-8")
-    output_of("prepare.py", "b.txt", "--tokenizer=data/a", cwd=tmp_path)
-    assert split_text(tmp_path / "data" / "b", "train").startswith("anders 你好")
-    output_of("prepare.py", "a.txt", "--name=char", cwd=tmp_path)
-    process = run_script("prepare.py", "b.txt", "--tokenizer=data/char", "--name=c", cwd=tmp_path)
-    assert process.returncode == 1 and b"data/char" in process.stderr
+def parts_of(sizes):
+    """How much of each document trains."""
+    seen, held_out, parts = 0, 0, []
+    for size in sizes:
+        parts.append(training_part(size, seen, held_out, sizes[:10]))
+        seen, held_out = seen + size, held_out + size - parts[-1]
+    return parts
+
+
+def test_of_a_few_documents_the_last_tenth_of_each_validates():
+    assert parts_of([1_115_394]) == [1_003_855]
+    assert parts_of([100, 50]) == [90, 45]
+    assert parts_of([20 * 10**9]) == [20 * 10**9 - VALIDATION]
+
+
+def test_of_many_documents_a_tenth_validates_whole():
+    parts = parts_of([10] * 100)
+    assert parts.count(0) == 10 and set(parts) == {0, 10}
+    assert parts_of([10**6] + [1] * 20)[0] == 900_000  # the others cannot make up a tenth
+    assert parts_of([1] * 20 + [10**6])[20] == 900_000
+
+
+def test_validation_text_is_bounded_and_spread_over_the_corpus():
+    assert [validation_size(n) for n in (9, 1000, 10**8)] == [0, 100, 10**7]
+    assert validation_size(45 * 10**9) < VALIDATION == validation_size(10**14)
+    parts = parts_of([100_000] * 30_000)  # 3 GB
+    val = [i for i, part in enumerate(parts) if part == 0]
+    assert 40_000_000 < len(val) * 100_000 <= validation_size(3 * 10**9)
+    assert val[-1] > 29_000
+    giants = [1] * 10 + [20**n for n in range(5, 12)]
+    assert sum(giants) - sum(parts_of(giants)) <= VALIDATION
+
+
+# ---------------------------------------------------------------- pieces, threads, files
+
+
+def test_pieces_give_the_tokens_of_the_whole_file(tmp_path, gpt2_encoding, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "".join(embedded_corpus().values()) + "end of it"
+    (tmp_path / "corpus.txt").write_text(text, encoding="utf-8", newline="")
+    monkeypatch.setattr(corpus, "PIECE", 5000)
+    data = prepare(PrepareConfig(("corpus.txt",), "gpt2"))
+    raw = text.encode()
+    cut = len(raw) - len(raw) // 10
+    for split, part in (("train", raw[:cut]), ("val", raw[cut:])):
+        ids = np.concatenate([np.load(file) for file in sorted(data.glob(f"{split}*"))])
+        assert ids.tolist() == [*gpt2_encoding.encode_ordinary(part.decode()), 50256]
+
+
+def test_pieces_put_characters_together_that_the_chunks_cut(tmp_path, monkeypatch):
+    text = "\ufeffé你🙂 añb\r\n" * 100
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    for size in (1, 2, 3, 7, 64):
+        monkeypatch.setattr(corpus, "PIECE", size)
+        (document,) = documents(tmp_path / "a.txt")
+        assert document.size == len(text.encode())
+        assert "".join(document.pieces) == text[1:]
+
+
+def test_a_cut_inside_a_document_leaves_characters_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for n in range(1, 40):
+        text = "🙂" * n
+        (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+        data = prepare(PrepareConfig(("a.txt",), "byte", overwrite=True))
+        assert split_text(data, "train") + split_text(data, "val") == text
+        assert meta_of(data)["train"]["bytes"] % 4 == 0
+
+
+def test_a_long_text_is_read_bit_by_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE", 1000)
+    (tmp_path / "a.txt").write_text("some words in a line\n" * 10_000)
+    read = []
+    (document,) = documents(tmp_path / "a.txt", read.append)
+    assert read == [] and document.size == 210_000  # known before it is read
+    next(iter(document.pieces))
+    assert sum(read) <= 1000
+
+
+def test_texts_encoded_on_all_cores_keep_their_order_whatever_their_length(monkeypatch):
+    monkeypatch.setattr(shards, "GROUP", 64)
+    monkeypatch.setattr(shards, "UNDER_WAY", 128)
+    encoding = build_tokenizer("char", ["ab\n"])
+    texts = [("ab\n"[i % 3]) * (i * 37 % 500) for i in range(600)]
+    encoded = list(encode_on_all_cores(encoding, enumerate(texts)))
+    assert [key for key, _ in encoded] == list(range(600))
+    assert [encoding.decode(ids.tolist()) for _, ids in encoded] == texts
+
+
+def test_a_bounded_amount_of_text_is_under_way(monkeypatch):
+    monkeypatch.setattr(shards, "GROUP", 100)
+    monkeypatch.setattr(shards, "UNDER_WAY", 1000)
+    taken = []
+
+    def texts():
+        for i in range(10_000):
+            taken.append(i)
+            yield i, "some text " * 10
+
+    encoded = encode_on_all_cores(build_tokenizer("byte"), texts())
+    ahead = [len(taken) - key for key, _ in encoded]
+    assert max(ahead) < 16 * 1000 // 100 + 2  # of 16 threads at most
+
+
+def test_an_error_among_texts_being_encoded_reaches_the_reader():
+    def texts():
+        yield "first", "a"
+        raise UserError("not UTF-8")
+
+    with pytest.raises(UserError, match="not UTF-8"):
+        list(encode_on_all_cores(build_tokenizer("byte"), texts()))
+
+
+def test_files_in_a_folder_are_recognised_wherever_a_character_is_cut(tmp_path):
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "cut.txt").write_bytes("é".encode()[:1])
+    for shift in range(4):
+        for mark in (b"", b"\xef\xbb\xbf"):
+            content = mark + b"x" * shift + "🙂".encode() * 4000
+            (tmp_path / f"{shift}{len(mark)}.txt").write_bytes(content)
+    assert len(find_sources([str(tmp_path)], tmp_path)) == 8
+
+
+@pytest.mark.parametrize("n_vocab, dtype", [(65_536, np.uint16), (65_537, np.uint32)])
+def test_token_files_are_npy_and_no_piece_straddles_two(tmp_path, monkeypatch, n_vocab, dtype):
+    monkeypatch.setattr(shards, "TOKENS_PER_SHARD", 1000)
+    files = TokenShards(tmp_path, n_vocab)
+    ids = np.random.default_rng(0).integers(0, n_vocab, 3500).astype(np.uint32)
+    for piece in np.array_split(ids, 5):
+        files.write("train", piece)
+        files.write("val", piece[:3])
+        if files.is_full():
+            files.finish_shard()
+    files.close()
+    written = [np.load(file, mmap_mode="r") for file in sorted(tmp_path.glob("train-*.npy"))]
+    assert [len(shard) for shard in written] == [1400, 1400, 700]
+    assert {shard.dtype for shard in written} == {np.dtype(dtype)}
+    assert np.array_equal(np.concatenate(written), ids)
+    assert len(np.load(tmp_path / "val.npy")) == 15

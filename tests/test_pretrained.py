@@ -1,13 +1,19 @@
-"""Checkpoints against Hugging Face's transformers, in both directions."""
+"""Checkpoints against Hugging Face's transformers, in both directions; what is refused; and what
+became of a changed model.py."""
 
 import json
+import shutil
+import types
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from gptling.cli import UserError
+from gptling.pretrained import find_checkpoint, load_model
+from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
-from prepare import build_tokenizer, load_tokenizer, tokenizer_to_json
+from tests.conftest import ROOT, TINY, output_of, run_script
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install -e '.[test]' brings transformers"
@@ -55,7 +61,7 @@ def test_we_read_a_directory_of_transformers(tmp_path, base_only, shards):
     saved.save_pretrained(tmp_path, max_shard_size="10GB" if shards == 1 else "60KB")
     assert (len(list(tmp_path.glob("model*.safetensors"))) > 1) == (shards > 1)
     idx = torch.randint(28, (3, 16))
-    model = GPT.from_pretrained(tmp_path)
+    model = load_model(GPT, tmp_path)
     torch.testing.assert_close(model(idx)[0], other(idx).logits, rtol=0, atol=1e-5)
 
 
@@ -89,53 +95,346 @@ def test_greedy_text_is_that_of_transformers(tmp_path, tokenizer_json):
     assert theirs[0, 3:].tolist() == ours.tolist()
 
 
-@pytest.mark.parametrize(
-    "key, value", [("activation_function", "relu"), ("n_inner", 7), ("model_type", "llama")]
-)
-def test_another_architecture_is_refused(tmp_path, key, value):
-    random_model(True).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(ValueError, match=key):
-        GPT.from_pretrained(tmp_path)
-
-
-def test_weights_that_do_not_fit_are_refused(tmp_path):
-    random_model(True).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"n_embd": 64}))
-    with pytest.raises(ValueError, match=r"wte\.weight"):
-        GPT.from_pretrained(tmp_path)
-
-
 def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
     random_model(False).save_pretrained(tmp_path)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     other.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"ln_f\.bias"):
+        load_model(GPT, tmp_path)
     idx = torch.randint(28, (3, 16))
-    model = GPT.from_pretrained(tmp_path, dropout=0.25)
+    model = load_model(GPT, tmp_path, bias=True, dropout=0.25)
     torch.testing.assert_close(model(idx)[0], other(idx).logits, rtol=0, atol=1e-5)
     assert model.config.bias and model.config.dropout == model.h[0].attn.dropout == 0.25
 
 
-def test_a_gpt2_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
-    """As huggingface_hub lays a download out; HF_HUB_CACHE is read when it is imported."""
+def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(tmp_path):
+    encoding = build_tokenizer("char", ["abcdefgh"], end_of_text=False)
+    random_model(True).save_pretrained(tmp_path, tokenizer_to_json(encoding))
+    for model in (GPT.from_pretrained(tmp_path), load_model(GPT, tmp_path)):
+        assert not model.training and model.drawable.tolist() == [True] * 8 + [False] * 20
+        assert {block.attn.causal_mask.data_ptr() for block in model.h} == {
+            model.h[0].attn.causal_mask.data_ptr()
+        }
+        assert torch.equal(model.h[1].attn.causal_mask, torch.ones(16, 16).tril().bool())
+
+
+# ---------------------------------------------------------------------------- names
+
+
+def hub_cache(directory, name, monkeypatch):
+    """A model in the cache of the hub, as huggingface_hub lays a download out."""
     from huggingface_hub import constants
 
-    snapshot = tmp_path / "models--gpt2" / "snapshots" / "abc"
+    snapshot = directory / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
     random_model(True).save_pretrained(snapshot)
-    (tmp_path / "models--gpt2" / "refs").mkdir()
-    (tmp_path / "models--gpt2" / "refs" / "main").write_text("abc")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    # HF_HUB_CACHE is read when huggingface_hub is imported.
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_a_gpt2_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    hub_cache(tmp_path, "gpt2", monkeypatch)
+    monkeypatch.chdir(tmp_path)
     idx = torch.randint(28, (3, 16))
-    torch.testing.assert_close(GPT.from_pretrained("gpt2")(idx)[0], random_model(True)(idx)[0])
-    with pytest.raises(FileNotFoundError, match="gpt2-medium: cannot be downloaded"):
-        GPT.from_pretrained("gpt2-medium")
+    torch.testing.assert_close(load_model(GPT, "gpt2")(idx)[0], random_model(True)(idx)[0])
+    remedy = "gpt2-medium: cannot be downloaded .*into a directory gpt2-medium"
+    with pytest.raises(UserError, match=remedy):
+        load_model(GPT, "gpt2-medium")
+    random_model(True).save_pretrained("gpt2-medium")
+    assert find_checkpoint("gpt2-medium").as_posix() == "gpt2-medium", "where the remedy puts it"
 
 
-def test_no_checkpoint_is_a_file_not_found_error(tmp_path):
+@pytest.mark.parametrize("name", ["openai-community/gpt2", "distilgpt2", "distilbert/distilgpt2"])
+def test_other_names_of_gpt2s_are_known(tmp_path, monkeypatch, name):
+    hub_cache(tmp_path, name, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint(name).name == "abc"
+
+
+def test_no_other_name_is_looked_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gptling.pretrained.download", lambda name: pytest.fail(name))
+    for name in ("llama", "someone/gpt2", "gpt2-xxl", "out/gpt2"):
+        with pytest.raises(UserError, match="no checkpoint there"):
+            find_checkpoint(name)
+
+
+def test_without_a_checkpoint_an_error_says_what_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         GPT.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no checkpoint there"):
+        load_model(GPT, tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        load_model(GPT, tmp_path)
+
+
+# ---------------------------------------------------------------------------- shards, pickles
+
+
+def gpt2_directory(path, vocab_size=100, **options):
+    """A tiny GPT-2 as transformers writes it; returns its model."""
+    torch.manual_seed(0)
+    sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(vocab_size=vocab_size, **sizes)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    model.save_pretrained(path, **options)
+    return model
+
+
+def test_only_the_shards_that_the_index_names_are_read(tmp_path):
+    other = gpt2_directory(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    (tmp_path / "model-of-another.safetensors").write_bytes(b"damaged")
+    idx = torch.randint(100, (2, 16))
+    ours = load_model(GPT, tmp_path)(idx)[0]
+    torch.testing.assert_close(ours, other(idx).logits, rtol=0, atol=1e-5)
+    index_file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    file = sorted(set(index["weight_map"].values()))[-1]
+    (tmp_path / file).unlink()
+    with pytest.raises(UserError, match=file):
+        load_model(GPT, tmp_path)
+    for names in (
+        {"wte.weight": "../elsewhere.safetensors"},
+        {"wte.weight": 3},
+        {"a": ""},
+        [],
+        None,
+    ):
+        index_file.write_text(json.dumps(index | {"weight_map": names}))
+        with pytest.raises(UserError, match=r"index\.json"):
+            load_model(GPT, tmp_path)
+
+
+def test_weights_in_one_file_come_before_older_shards(tmp_path):
+    gpt2_directory(tmp_path, max_shard_size="20KB")
+    other = gpt2_directory(tmp_path / "other")
+    torch.nn.init.normal_(other.transformer.wte.weight)
+    tensors = {f"transformer.{k}": v for k, v in other.transformer.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    ours = load_model(GPT, tmp_path).wte.weight
+    assert torch.equal(ours, other.transformer.wte.weight)
+
+
+def test_a_pickle_is_not_opened_and_its_remedy_works(tmp_path):
+    model = gpt2_directory(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pickle, which can run code") as raised:
+        load_model(GPT, tmp_path)
+    path = str(tmp_path)
+    remedy = f"GPT2LMHeadModel.from_pretrained({path!r}).save_pretrained({path!r})"
+    assert str(raised.value).endswith(remedy) and "\n" not in str(raised.value)
+    transformers.GPT2LMHeadModel.from_pretrained(path).save_pretrained(path)
+    idx = torch.randint(100, (2, 16))
+    ours = load_model(GPT, tmp_path)(idx)[0]
+    torch.testing.assert_close(ours, model(idx).logits, rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------- strictness
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"activation_function": "relu"}, "activation_function"),
+        ({"n_inner": 7}, "n_inner"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ({"add_cross_attention": True}, "add_cross_attention"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"n_embd": 64}, "wte.weight"),
+        ({"n_positions": 32}, "wpe.weight"),
+        ({"n_layer": 3}, "h.2."),
+        ({"n_layer": 1}, "h.1."),
+    ],
+)
+def test_a_config_that_the_weights_do_not_fit_is_refused(tmp_path, changes, named):
+    random_model(True).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=named):
+        GPT.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match=named) as raised:
+        load_model(GPT, tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name, tensor",
+    [
+        ("transformer.wpe.weight", None),
+        ("transformer.h.1.ln_2.bias", None),
+        ("transformer.h.1.mlp.c_fc.weight", None),
+        ("transformer.h.1.mlp.c_fc.weight", torch.zeros(128, 32)),
+        ("transformer.ln_f.weight", torch.zeros(33)),
+        ("transformer.ln_f.scale", torch.ones(32)),
+        ("transformer.h.2.ln_1.weight", torch.ones(32)),
+        ("transformer.h.2.ln_1.bias", torch.ones(32)),
+        ("lm_head.bias", torch.ones(28)),
+    ],
+)
+def test_a_tensor_that_is_missing_left_over_or_of_another_shape_is_named(tmp_path, name, tensor):
+    random_model(True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {name: tensor}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=name.removeprefix("transformer.")):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
+    model, idx = random_model(False), torch.randint(28, (3, 16))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    for i in range(2):
+        tensors[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
+        tensors[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(GPT.from_pretrained(tmp_path)(idx)[0], model(idx)[0])
+
+
+# ---------------------------------------------------------------------------- a changed model.py
+
+SOURCE = (ROOT / "model.py").read_text(encoding="utf-8")
+CHANGES = {
+    "norms without weights": [
+        ("nn.LayerNorm(C, bias=bias)", "nn.LayerNorm(C, elementwise_affine=False)"),
+        ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.Identity()"),
+    ],
+    "RMSNorm": [
+        ("nn.LayerNorm(C, bias=bias)", "nn.RMSNorm(C)"),
+        ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.RMSNorm(config.n_embd)"),
+    ],
+    "wider MLP": [("4 * config.n_embd", "5 * config.n_embd")],
+    "MLP of another name": [("self.c_fc", "self.w_in")],
+    "no positions": [(" + self.wpe(positions)", ""), ("        self.wpe = ", "        # ")],
+    "new field": [
+        (
+            "    bias: bool = True",
+            "    logit_scale: float = 2.5  # of logits\n    bias: bool = True",
+        ),
+        ("return self.lm_head(x), None", "return self.config.logit_scale * self.lm_head(x), None"),
+    ],
+    "ReLU": [
+        ('F.gelu(self.c_fc(x), approximate="tanh")', "F.relu(self.c_fc(x))"),
+        ('ARCHITECTURE = "gpt2"', 'ARCHITECTURE = "mine"'),
+    ],
+}
+
+
+def changed_source(*names):
+    source = SOURCE
+    for old, new in (change for name in names for change in CHANGES[name]):
+        assert old in source, f"model.py no longer has {old}"
+        source = source.replace(old, new)
+    return source
+
+
+@pytest.fixture(params=CHANGES)
+def changed(request):
+    """The module that a model.py changed by text is."""
+    module = types.ModuleType("changed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "changed", module)  # where dataclasses look
+        exec(changed_source(request.param), module.__dict__)
+        yield module
+
+
+def test_a_changed_architecture_loads_itself_and_is_taken_for_no_gpt2(tmp_path, changed):
+    torch.manual_seed(0)
+    config = changed.GPTConfig(block_size=16, vocab_size=28, n_layer=2, n_head=2, n_embd=32)
+    if hasattr(config, "logit_scale"):
+        config.logit_scale = 3.5
+    model, idx = changed.GPT(config).eval(), torch.randint(28, (3, 16))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    for again in (changed.GPT.from_pretrained(tmp_path), load_model(changed.GPT, tmp_path)):
+        assert again.config == model.config and torch.equal(again(idx)[0], model(idx)[0])
+        weights, same = model.state_dict(), again.state_dict()
+        assert weights.keys() == same.keys() and all(torch.equal(weights[k], same[k]) for k in same)
+
+    kind = "mine" if changed.ARCHITECTURE == "mine" else "gptling"
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["model_type"] == kind and "GPT2LMHeadModel" not in stored["architectures"]
+    with pytest.raises(UserError, match=f"model_type is '{kind}'") as raised:
+        load_model(GPT, tmp_path)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=kind):
+        transformers.AutoConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=kind):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    gpt2_directory(tmp_path / "gpt2")
+    random_model(True).save_pretrained(tmp_path / "ours")
+    for path in ("gpt2", "ours"):
+        with pytest.raises(UserError, match="model_type is 'gpt2'"):
+            load_model(changed.GPT, tmp_path / path)
+
+
+@pytest.mark.slow
+def test_a_changed_model_py_trains_resumes_and_samples(tmp_path):
+    """A new field of GPTConfig is a flag at once, stored, and kept by a resumed run."""
+    for file in ("prepare.py", "train.py", "sample.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    for folder in ("gptling", "config"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    source = changed_source("new field", "no positions", "RMSNorm")
+    (tmp_path / "model.py").write_text(source, encoding="utf-8")
+    (tmp_path / "mine.txt").write_text("".join(f"{n} green bottles\n" for n in range(500)))
+    alone = {"cwd": tmp_path, "PYTHONPATH": ""}
+    output_of(tmp_path / "prepare.py", "mine.txt", **alone)
+    output_of(tmp_path / "train.py", "--dataset=mine", "--logit_scale=3.5", *TINY, **alone)
+    resume = [tmp_path / "train.py", "--out_dir=out/mine", "--resume"]
+    output_of(*resume, "--max_iters=30", **alone)
+    stored = json.loads((tmp_path / "out/mine/checkpoint-30/config.json").read_text())
+    assert stored["model_type"] == "gptling" and stored["logit_scale"] == 3.5
+    process = run_script(*resume, "--max_iters=40", "--logit_scale=1.5", **alone)
+    assert process.returncode == 1 and b"--logit_scale=1.5: the run has 3.5" in process.stderr
+    text = output_of(tmp_path / "sample.py", "--prompt=12 gr", **alone)
+    assert text.startswith("12 gr") and len(text) > 100
+
+
+# ---------------------------------------------------------------------------- alone
+
+ALONE = """
+import torch
+from model import GPT, GPTConfig
+
+torch.manual_seed(0)
+model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=16))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+idx = torch.randint(11, (4, 9))
+losses = []
+for _ in range(3):
+    loss = model(idx[:, :-1], idx[:, 1:])[1]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[2] < losses[0]
+model.eval()
+tokens = [t.item() for t in model.generate(idx[:1, :3], 20, temperature=0)]
+model.save_pretrained("saved")
+again = GPT.from_pretrained("saved")
+assert torch.equal(again(idx[:, :8])[0], model(idx[:, :8])[0])
+assert [t.item() for t in again.generate(idx[:1, :3], 20, temperature=0)] == tokens
+import sys
+print(len(tokens), [name for name in sys.modules if name.startswith("gptling")])
+"""
+
+
+def test_model_py_works_when_it_is_copied_away_alone(tmp_path):
+    shutil.copy(ROOT / "model.py", tmp_path)
+    (tmp_path / "alone.py").write_text(ALONE)
+    assert output_of(tmp_path / "alone.py", cwd=tmp_path, PYTHONPATH="") == "20 []\n"

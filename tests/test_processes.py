@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from config import list_checkpoints, step_of
+from gptling.checkpoints import list_checkpoints, step_of
+from gptling.dataset import micro_batches
 from tests.conftest import ROOT, TINY, run_script
-from train import TrainConfig, micro_batches
+from train import TrainConfig
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this PyTorch is built without torch.distributed"
@@ -35,12 +36,12 @@ MORTAL = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 import train
-rate = train.learning_rate_at
-def learning_rate_at(step, config):
+rate = train.learning_rate
+def learning_rate(step, config):
     if step == 12 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.Signals[os.environ["GETS"]])
     return rate(step, config)
-train.learning_rate_at = learning_rate_at
+train.learning_rate = learning_rate
 train.run(train.main)
 """
 
@@ -97,11 +98,12 @@ def largest_difference(a, b):
         (5, 2, 2, (5, 1)),
     ],
 )
-def test_processes_share_an_update_in_micro_batches(batch, accumulation, processes, expected):
+def test_processes_share_a_step_in_micro_batches(batch, accumulation, processes, expected):
     config = TrainConfig(batch_size=batch, gradient_accumulation_steps=accumulation)
     assert micro_batches(config, processes) == expected
 
 
+@pytest.mark.slow
 def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here):
     split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
     two = [
@@ -123,6 +125,7 @@ def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here
             assert ours == pytest.approx(others, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_one_process_ddp_and_fsdp(trained, here):
     """In float32, with the checkpoints of each opened by the next."""
     process = run_script("train.py", *FLAGS, "--max_iters=40", "--out_dir=out/one", cwd=here)
@@ -149,6 +152,7 @@ def test_a_run_moves_between_one_process_ddp_and_fsdp(trained, here):
         assert ours == pytest.approx(others, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_three_processes_that_resume_equal_three_that_did_not_stop(here):
     """With two, the order of a sum does not show: a + b is b + a."""
     flags = [*FLAGS, "--batch_size=12", "--keep_last=9", "--dropout=0.1", "--out_dir=out/whole"]
@@ -162,6 +166,7 @@ def test_three_processes_that_resume_equal_three_that_did_not_stop(here):
     assert losses(here / "out" / "whole") == losses(here / "out" / "parts")
 
 
+@pytest.mark.slow
 def test_torchrun_that_is_stopped_saves_and_goes_on(here):
     run = here / "out" / "run"
     arguments = [*FLAGS, "--max_iters=100000", "--eval_interval=100000", "--out_dir=out/run"]
@@ -181,6 +186,7 @@ def test_torchrun_that_is_stopped_saves_and_goes_on(here):
     assert process.returncode == 0, process.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
     flags, options = [*FLAGS, "--eval_interval=5"], ["--max-restarts=1"]
 
@@ -204,18 +210,19 @@ def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
     assert losses(here / "out" / "whole") == losses(here / "out" / "stopped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, named",
     [
         (["--batch_size=5"], ["--batch_size=5", "2 processes"]),
         (["--dataset=nix"], ["data/nix"]),
-        (["--n_layer=two"], ["--n_layer", "'two'"]),
+        (["--n_layer=two"], ["Error parsing --n_layer", "'two'"]),  # a box
     ],
 )
-def test_a_mistake_is_one_line_of_the_first_process(here, arguments, named):
+def test_a_mistake_is_one_message_of_the_first_process(here, arguments, named):
     process = torchrun(ROOT / "train.py", *FLAGS, *arguments, cwd=here)
     output, _ = process.communicate(timeout=60)
-    lines = [line for line in output.splitlines() if "error:" in line]
+    lines = [line for line in output.splitlines() if "error:" in line or "Error parsing" in line]
     assert process.returncode != 0 and len(lines) == 1, output
     assert all(word in lines[0] for word in named)
     assert 'train.py", line' not in output  # no traceback of ours

@@ -1,14 +1,23 @@
 """sample.py: text as a user gets it."""
 
+import gc
+import json
+import math
 import shutil
+import weakref
 
 import pytest
 import torch
 
+from gptling.cli import UserError, load
+from gptling.decoding import speed_up
+from gptling.pretrained import find_checkpoint
+from gptling.streaming import TextStream
+from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig, KVCache
-from prepare import build_tokenizer, tokenizer_to_json
-from sample import TextStream, compile_decoding, find_checkpoint, use_onednn
-from tests.conftest import output_of, run_script
+from sample import SampleConfig
+from tests.changed_model import ChangedGPT
+from tests.conftest import output_of, run_here, run_script
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +43,7 @@ def test_newest_run_and_named_checkpoints_give_the_same_text(trained, tmp_path):
 def test_the_best_checkpoint_of_a_run_is_taken(tmp_path):
     for step, loss in ((5, 2.0), (10, 1.5), (20, 1.7)):
         (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_text("{}")
         (tmp_path / f"checkpoint-{step}" / "metrics.json").write_text(f'{{"val_loss": {loss}}}')
     assert find_checkpoint(str(tmp_path)).name == "checkpoint-10"
 
@@ -57,65 +67,6 @@ def test_seeds_reproduce_and_samples_differ(trained):
     assert first[0] != first[1]
     assert sample("--seed=5") == first[0] + "\n"
     assert sample("--seed=6") == first[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
-def test_onednn_changes_no_logits_but_for_rounding(dtype, bias):
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(32, 97, 2, 2, 64, bias=bias)).eval().to(dtype)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    idx = torch.randint(97, (3, 20))
-    with torch.no_grad():
-        expected = model.next_logits(idx)
-        use_onednn(model)
-        logits = model.next_logits(idx)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * expected.abs().max())
-
-
-def test_compiling_changes_no_text_and_says_what_it_took(trained, tmp_path):
-    """Past block_size too, where the cache is built anew."""
-    arguments = ["out/mine", "--dtype=float32", "--max_new_tokens=40"]
-    text = output_of("sample.py", *arguments, cwd=trained)
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    process = run_script("sample.py", *arguments, "--compile", cwd=trained, **cache)
-    assert process.returncode == 0 and process.stdout.decode() == text
-    assert b"compiled in" in process.stderr
-
-
-@pytest.mark.parametrize(("dtype", "padded"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_compiling_changes_no_logits_but_for_rounding(dtype, padded, capfd):
-    """Of one row and of a padded batch, at several lengths by one compilation."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(32, 97, 2, 2, 64)).eval().to(dtype)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    idx = torch.randint(97, (2 if padded else 1, 12))
-    mask = torch.arange(12) >= torch.tensor([[0], [3]]) if padded else None
-
-    def steps():
-        cache = [KVCache() for _ in model.h]
-        model.next_logits(idx[:, :8], mask[:, :8] if padded else None, cache)
-        for T in range(8, 12):
-            new = idx[:, T : T + 1]
-            yield model.next_logits(new, mask[:, : T + 1].clone() if padded else None, cache)
-
-    with torch.inference_mode():
-        expected = torch.stack(list(steps()))
-        compile_decoding(model)
-        logits = torch.stack(list(steps()))
-    tolerance = 1e-4 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance * expected.abs().max())
-    assert capfd.readouterr().err.count("compiled in") == 1
-
-
-def test_compiling_without_a_compiler_is_one_line(trained, tmp_path):
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "/nonexistent"}
-    process = run_script("sample.py", "out/mine", "--compile", cwd=trained, **caches)
-    *_, error = process.stderr.decode().splitlines()
-    assert process.returncode == 1 and "--compile" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -150,11 +101,13 @@ def test_text_ends_before_a_stop_text(trained):
 
 def test_output_is_valid_utf8_whatever_the_locale(byte_model):
     arguments = [byte_model, "--prompt=é🙂", "--temperature=2", "--top_k=0"]
-    for n in (0, 50, 200):
-        process = run_script("sample.py", *arguments, f"--max_new_tokens={n}", cwd=byte_model,
-                             LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")  # fmt: skip
-        assert process.returncode == 0
-        assert process.stdout.decode("utf-8").startswith("é🙂")
+    process = run_script("sample.py", *arguments, "--max_new_tokens=100", cwd=byte_model,
+                         LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")  # fmt: skip
+    assert process.returncode == 0
+    text = process.stdout.decode("utf-8")
+    assert text.startswith("é🙂") and len(text) > 50
+    process = run_here("sample.py", *arguments, "--max_new_tokens=0", cwd=byte_model)
+    assert process.stdout.decode("utf-8") == "é🙂\n"
 
 
 def test_interactive_mode_completes_one_prompt_after_another(trained):
@@ -175,15 +128,240 @@ def test_a_long_prompt_is_cut_with_a_notice(trained):
     assert process.stdout.decode().startswith("12 green bottles hanging")
 
 
-def test_generation_stops_at_end_of_text(tmp_path):
-    model = GPT(GPTConfig(16, 257, 1, 1, 4, bias=True))
+class NextLetter(GPT):
+    """Draws the id after the last one."""
+
+    def next_logits(self, idx, padding_mask=None, cache=None):
+        V = self.config.vocab_size
+        return 1000.0 * torch.nn.functional.one_hot((idx[:, -1] + 1) % V, V)
+
+
+@pytest.fixture
+def letters(tmp_path, monkeypatch):
+    """A directory with a checkpoint of NextLetter, of six letters and end-of-text after them."""
+    tokenizer = tokenizer_to_json(build_tokenizer("char", ["abcdef"], end_of_text=True))
+    monkeypatch.setattr("sample.GPT", NextLetter)
+    NextLetter(GPTConfig(16, 7, 1, 1, 4)).save_pretrained(tmp_path, tokenizer)
+    return tmp_path
+
+
+def test_generation_stops_at_end_of_text(letters):
+    (letters / "prompts.txt").write_text("c\n\nfabc\n")
+    process = run_here("sample.py", letters, "--prompts=prompts.txt", cwd=letters)
+    assert process.stdout.decode() == "cdef\n---\nabcdef\n---\nfabcdef\n"
+
+
+def test_texts_end_in_any_order_and_are_printed_in_theirs(letters):
+    (letters / "prompts.txt").write_text("a\ne\nc\n")
+    for stop, texts in (("d", ["abc", "ef", "c"]), ("f", ["abcde", "e", "cde"])):
+        arguments = [letters, "--prompts=prompts.txt", f"--stop={stop}", "--num_samples=2"]
+        process = run_here("sample.py", *arguments, cwd=letters)
+        expected = [text for text in texts for _ in range(2)]
+        assert process.stdout.decode() == "\n---\n".join(expected) + "\n"
+
+
+# ---------------------------------------------------------------------------- mistakes
+
+
+def test_logits_that_are_not_numbers_are_one_line(letters, monkeypatch):
+    monkeypatch.setattr(NextLetter, "next_logits", lambda *_: torch.full((1, 7), math.nan))
+    for temperature in (0, 0.8):
+        process = run_here("sample.py", letters, f"--temperature={temperature}", cwd=letters)
+        error = process.stderr.decode().splitlines()[-1]
+        assert process.returncode == 1 and "not numbers" in error and "--dtype" in error
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to")])
+def test_memory_that_ends_is_one_line(letters, monkeypatch, error):
+    def next_logits(*_):
+        raise error
+
+    monkeypatch.setattr(NextLetter, "next_logits", next_logits)
+    process = run_here("sample.py", letters, "--num_samples=3", cwd=letters)
+    last = process.stderr.decode().splitlines()[-1]
+    assert process.returncode == 1 and "out of memory" in last and "Traceback" not in last
+
+
+def test_a_token_that_the_model_lacks_is_one_line(letters):
+    tokenizer = tokenizer_to_json(build_tokenizer("char", ["abcdefghij"], end_of_text=False))
+    (letters / "tokenizer.json").write_text(tokenizer)
+    process = run_here("sample.py", letters, "--prompt=aj", cwd=letters)
+    error = process.stderr.decode().splitlines()[-1]
+    assert process.returncode == 1 and "token 9" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "argument, named",
+    [
+        ("--top_p=0", "above 0"),
+        ("--top_p=1.5", "at most 1"),
+        ("--min_p=2", "at most 1"),
+        ("--temperature=-1", "at least 0"),
+        ("--temperature=inf", "inf"),
+        ("--num_samples=0", "at least 1"),
+        ("--stop=", "not empty"),
+        ("--prompts=x --interactive", "--prompt, --prompts and --interactive"),
+        ("--prompt=x --prompts=y", "--prompt, --prompts and --interactive"),
+    ],
+)
+def test_settings_that_make_no_sense_are_usage_errors(capsys, argument, named):
+    with pytest.raises(SystemExit) as exit:
+        load(SampleConfig, "", argument.split())
+    error = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert exit.value.code == 2 and argument.split("=")[0] in error and named in error
+
+
+# ---------------------------------------------------------------------------- other models
+
+
+def test_a_changed_model_samples_as_gpt_does(trained, tmp_path, monkeypatch):
+    """Past the window and in a batch, where each text is what it is alone; and explained."""
+    tokenizer = (trained / "out" / "mine" / "checkpoint-20" / "tokenizer.json").read_text()
+    V = 1 + max(json.loads(tokenizer)["model"]["vocab"].values())
+    model = random_model(ChangedGPT, block_size=16, vocab_size=V, n_embd=16)
+    model.save_pretrained(tmp_path, tokenizer)
+    monkeypatch.setattr("sample.GPT", ChangedGPT)
+
+    def text(*arguments):
+        common = ["--max_new_tokens=40", "--dtype=float32", *arguments]
+        process = run_here("sample.py", tmp_path, *common, cwd=tmp_path)
+        assert process.returncode == 0, process.stderr.decode()
+        return process.stdout.decode().removesuffix("\n")
+
+    prompts = ["7 gr", "the wall", "1"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    batch = text("--prompts=prompts.txt").split("\n---\n")
+    assert batch == [text("--prompt", prompt) for prompt in prompts]
+    assert text("--prompt=7 gr", "--explain=page.html") == batch[0]
+    assert "7" in (tmp_path / "page.html").read_text()
+
+
+# ---------------------------------------------------------------------------- speed
+
+
+def random_model(model_class, **sizes):
+    """Its weights are large enough for an error to show in the logits."""
+    torch.manual_seed(0)
+    sizes = {"block_size": 32, "vocab_size": 97, "n_layer": 2, "n_head": 2, "n_embd": 64} | sizes
+    model = model_class(GPTConfig(**sizes)).eval()
     for parameter in model.parameters():
-        torch.nn.init.zeros_(parameter)
-    torch.nn.init.ones_(model.ln_f.bias)
-    model.wte.weight.data[256] = 10.0  # always the likeliest
-    model.save_pretrained(tmp_path, tokenizer_to_json(build_tokenizer("byte", [], True)))
-    text = output_of("sample.py", tmp_path, "--prompt=abc", "--temperature=0", cwd=tmp_path)
-    assert text == "abc\n"
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def steps(model, idx, mask=None):
+    """Logits (n, B, V) after a prompt of 8 and each token after it, by generate's way of a step."""
+    step = model.decode_step or model.next_logits
+    cache = [KVCache(model.cache_dtype) for _ in model.h]
+    logits = []
+    with torch.inference_mode():
+        for start, end in [(0, 8), *((T, T + 1) for T in range(8, idx.size(1)))]:
+            padding_mask = None if mask is None else mask[:, :end].clone()
+            logits.append(step(idx[:, start:end], padding_mask, cache))
+    return torch.stack(logits)
+
+
+def check_speed_up(model, padded, **options):
+    """speed_up changes no logits but for rounding, of one row or of a padded batch."""
+    idx = torch.randint(97, (2 if padded else 1, 12))
+    mask = torch.arange(12) >= torch.tensor([[0], [3]]) if padded else None
+    expected = steps(model, idx, mask)
+    speed_up(model, **options)
+    tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 0.05
+    atol = tolerance * expected.abs().max().item()
+    torch.testing.assert_close(steps(model, idx, mask), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "model_class, sizes",
+    [(GPT, {}), (GPT, {"n_embd": 256, "bias": False}), (ChangedGPT, {"n_embd": 256})],
+)
+def test_speed_changes_no_logits_but_for_rounding(model_class, sizes, dtype, padded):
+    """In oneDNN's layouts where the model is wide, and with keys in float32."""
+    check_speed_up(random_model(model_class, **sizes).to(dtype), padded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_class, dtype, padded",
+    [
+        (GPT, torch.float32, True),
+        (GPT, torch.bfloat16, False),
+        (ChangedGPT, torch.float32, False),
+        (ChangedGPT, torch.bfloat16, True),
+    ],
+)
+def test_compiling_changes_no_logits_but_for_rounding(model_class, dtype, padded, capfd):
+    """At several lengths by one compilation."""
+    check_speed_up(random_model(model_class).to(dtype), padded, compile=True)
+    assert capfd.readouterr().err.count("compiled in") == 1
+
+
+def compile_by(backend):
+    """For torch.compile: as quick as a backend that does not compile."""
+    compile = torch.compile
+    return lambda step, fullgraph, options: compile(step, fullgraph=fullgraph, backend=backend)
+
+
+def test_a_compiled_step_is_the_plain_one_and_says_what_it_took(monkeypatch, capfd):
+    monkeypatch.setattr("torch.compile", compile_by("eager"))
+    check_speed_up(random_model(GPT), True, compile=True)
+    assert capfd.readouterr().err.count("compiled in") == 1
+
+
+def test_a_compiler_that_fails_is_one_line(monkeypatch):
+    def no_compiler(graph, inputs):
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr("torch.compile", compile_by(no_compiler))
+    with pytest.raises(UserError, match=r"^--compile: .*; leave it out, or install a compiler"):
+        check_speed_up(random_model(GPT), False, compile=True)
+
+
+def test_weights_of_replaced_layers_are_let_go():
+    model = random_model(GPT, n_embd=256)
+    layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    weights = [weakref.ref(layer.weight) for layer in layers if layer is not model.lm_head]
+    del layers
+    speed_up(model)
+    gc.collect()
+    gone = [weight() is None for weight in weights]
+    assert all(gone) or not torch.backends.mkldnn.is_available()
+
+
+def test_layers_that_are_not_understood_stay_as_they_are():
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = random_model(GPT, n_embd=256)
+    model.lm_head = Doubled(256, 97)
+    check_speed_up(model, False)
+    assert type(model.lm_head) is Doubled
+
+
+@pytest.mark.slow
+def test_compiling_changes_no_text_and_says_what_it_took(trained, tmp_path):
+    """Past block_size too, where the cache is built anew."""
+    arguments = ["out/mine", "--dtype=float32", "--max_new_tokens=40"]
+    text = output_of("sample.py", *arguments, cwd=trained)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    process = run_script("sample.py", *arguments, "--compile", cwd=trained, **cache)
+    assert process.returncode == 0 and process.stdout.decode() == text
+    assert b"compiled in" in process.stderr
+
+
+@pytest.mark.slow
+def test_compiling_without_a_compiler_is_one_line(trained, tmp_path):
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "/nonexistent"}
+    process = run_script("sample.py", "out/mine", "--compile", cwd=trained, **caches)
+    *_, error = process.stderr.decode().splitlines()
+    assert process.returncode == 1 and "--compile" in error and "Traceback" not in error
+
+
+# ---------------------------------------------------------------------------- streams
 
 
 @pytest.mark.parametrize("text", ["naïve 🙂 你好", "a\n\nb END c", "ENENDED", "\ud7ff\U0010ffff"])

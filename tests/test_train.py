@@ -14,22 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import model as model_module
-from config import UserError, list_checkpoints
+from gptling.checkpoints import RunDirectory, list_checkpoints
+from gptling.cli import UserError
+from gptling.dataset import Dataset, get_batch, open_tokens, prefetch
+from gptling.optim import Muon
+from gptling.processes import Processes
 from model import GPT, GPTConfig
-from prepare import TokenFile
 from tests.conftest import ROOT, TINY, output_of, run_here, run_script
-from train import (
-    Muon,
-    TrainConfig,
-    ahead,
-    configure_optimizers,
-    evaluate,
-    flops_utilisation,
-    get_batch,
-    learning_rate_at,
-    save_checkpoint,
-)
+from train import TrainConfig, configure_optimizers, evaluate, learning_rate
 
 
 def copy_data(trained, directory):
@@ -44,12 +36,12 @@ def read_log(run):
 
 
 def visited(shards, config, steps):
-    """The first tokens of all windows of these steps, in order."""
+    """The first tokens of all sequences of these steps, in order."""
     return [int(x[0]) for step in steps for x in get_batch(shards, config, step)[0]]
 
 
 @pytest.mark.parametrize("lengths", [[1000], [17], [33], [500, 20, 5, 300], [170]])
-def test_an_epoch_visits_every_window_once(lengths):
+def test_an_epoch_visits_every_sequence_once(lengths):
     ends = np.cumsum([0, *lengths])
     shards = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
     config = TrainConfig(block_size=16, batch_size=1)
@@ -79,7 +71,7 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert not torch.equal(other, later)
 
 
-def test_processes_and_accumulation_share_the_same_windows():
+def test_processes_and_accumulation_share_the_same_sequences():
     shards, B = [np.arange(50_000)], 4
     whole = TrainConfig(block_size=16, batch_size=4 * B)
     parts = TrainConfig(block_size=16, batch_size=B, gradient_accumulation_steps=4)
@@ -91,18 +83,18 @@ def test_processes_and_accumulation_share_the_same_windows():
         assert torch.equal(torch.cat(two), expected)
 
 
-def test_batches_made_ahead_are_those_asked_for_in_order():
-    asked = list(ahead(lambda step, micro_step: (step, micro_step), range(5, 7), 3))
-    assert asked == [(5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (6, 2)]
+def test_prefetched_batches_are_those_asked_for_in_order():
+    places = list(itertools.product(range(5, 7), range(3)))
+    assert list(prefetch(lambda step, micro_step: (step, micro_step), places)) == places
 
 
-def test_an_error_in_a_batch_made_ahead_reaches_the_loop():
-    def load(step, _):
+def test_an_error_in_a_prefetched_batch_reaches_the_loop():
+    def load(step):
         if step == 2:
             raise UserError("bad data")
         return step
 
-    batches = ahead(load, range(4), 1)
+    batches = prefetch(load, zip(range(4)))
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(UserError, match="bad data"):
         next(batches)
@@ -113,9 +105,9 @@ def test_an_error_in_a_batch_made_ahead_reaches_the_loop():
 
 @pytest.mark.parametrize("max_iters", [1, 2, 9, 10, 50, 2000])
 def test_schedule_rises_then_falls_to_min_lr(max_iters):
-    config = TrainConfig(max_iters=max_iters, learning_rate=1e-3, min_lr=1e-4, warmup_iters=100)
-    rates = [learning_rate_at(step, config) for step in range(max_iters)]
-    warmup = min(100, max_iters // 10)
+    warmup = max_iters // 10
+    config = TrainConfig(max_iters=max_iters, learning_rate=1e-3, min_lr=1e-4, warmup_iters=warmup)
+    rates = [learning_rate(step, config) for step in range(max_iters)]
     assert rates[:warmup] == pytest.approx([1e-3 * (i + 1) / warmup for i in range(warmup)])
     assert all(a >= b for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
     assert 0 < min(rates) and max(rates) <= 1e-3
@@ -143,7 +135,7 @@ def test_linear_schedule_rises_holds_then_falls_in_a_line(hold):
         min_lr=1e-3,
         warmup_iters=1,
     )
-    rates = np.array([learning_rate_at(step, config) for step in range(1001)])
+    rates = np.array([learning_rate(step, config) for step in range(1001)])
     start = round(1 + 999 * hold)
     assert rates[: start + 1] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-3)
     falls = np.diff(rates[start + 1 :])
@@ -198,11 +190,13 @@ def test_muon_takes_the_matrices_inside_the_blocks():
 @pytest.mark.parametrize("n_tokens", [17, 18, 100, 161])
 def test_evaluation_covers_every_token_of_the_split_once(n_tokens):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(16, 11, 2, 2, 8))
+    model = GPT(GPTConfig(16, 11, 2, 2, 8)).train()
     tokens = np.random.default_rng(0).integers(0, 11, n_tokens).astype(np.uint16)
     token_bytes = np.arange(11)
+    data = object.__new__(Dataset)  # a split without its files
+    data.val, data.block_size, data.val_bytes = tokens, 16, token_bytes[tokens[1:]].sum()
     config = TrainConfig(block_size=16, batch_size=3)
-    nats, bits = evaluate(model, tokens, token_bytes, config)
+    nats, bits = evaluate(model, data, config, Processes("cpu"))
     assert model.training
     model.eval()
     total = 0.0
@@ -214,45 +208,38 @@ def test_evaluation_covers_every_token_of_the_split_once(n_tokens):
     assert bits == pytest.approx(total / math.log(2) / token_bytes[tokens[1:]].sum(), abs=1e-5)
 
 
-def test_utilisation_is_told_where_the_peak_is_known():
-    assert flops_utilisation(1e6, 124_000_000, "NVIDIA H200") == pytest.approx(0.752, abs=1e-3)
-    assert flops_utilisation(1e6, 124_000_000, "NVIDIA GeForce GTX 1060") is None
-    assert flops_utilisation(1e6, 124_000_000, "") is None
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
 def test_the_best_and_the_last_checkpoints_stay(tmp_path):
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(tmp_path, Processes("cpu"))
     for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.6], start=1):
         metrics = {"step": step * 5, "val_loss": loss}
-        save_checkpoint(tmp_path, model, '{"added_tokens": []}', {}, metrics, keep_last=2)
+        run.save(model, '{"added_tokens": []}', {}, metrics, keep_last=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == [
         "checkpoint-10", "checkpoint-20", "checkpoint-25",
     ]  # fmt: skip
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    save_checkpoint(tmp_path, model, '{"added_tokens": []}', {}, {"step": 1, "val_loss": 1}, 2)
+    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(tmp_path, Processes("cpu"))
+    run.save(model, '{"added_tokens": []}', {}, {"step": 1, "val_loss": 1}, 2)
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    metrics = {"step": 2, "val_loss": 1}
-    for module, name in ((torch, "save"), (model_module, "save_file")):
+    for module, name in ((torch, "save"), (model, "save_pretrained")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
             with pytest.raises(UserError, match="No space left"):
-                save_checkpoint(tmp_path, model, '{"added_tokens": []}', {}, metrics, 2)
-        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+                run.save(model, '{"added_tokens": []}', {}, {"step": 2, "val_loss": 1}, 2)
+        assert list(tmp_path.glob("*checkpoint*")) == [tmp_path / "checkpoint-1"]
 
 
 # ---------------------------------------------------------------- whole runs
 
 
-def test_a_run_makes_exactly_max_iters_updates_and_checkpoints(trained):
+def test_a_run_makes_exactly_max_iters_steps_and_checkpoints(trained):
     run = trained / "out" / "mine"
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-10", "checkpoint-20"]
     files = {path.name for path in (run / "checkpoint-20").iterdir()}
@@ -261,7 +248,7 @@ def test_a_run_makes_exactly_max_iters_updates_and_checkpoints(trained):
         "training_state.pt", "metrics.json", "checksums.json",
     }  # fmt: skip
     state = torch.load(run / "checkpoint-20" / "training_state.pt", weights_only=True)
-    assert state["step"] == 20
+    assert state["progress"]["step"] == 20
     assert all(entry["step"] == 20 for entry in state["optimizers"][0].values())
     log = read_log(run)
     assert [entry["step"] for entry in log if "val_loss" in entry] == [10, 20]
@@ -354,7 +341,7 @@ def test_mixed_precision_trains_to_about_the_same_loss(trained, tmp_path, dtype)
 @pytest.mark.parametrize("one", ["AdamW", "Muon"])
 def test_an_overflow_in_one_optimizer_alone_skips_both(trained, tmp_path, monkeypatch, one):
     copy_data(trained, tmp_path)
-    monkeypatch.setattr("train.signal.signal", lambda *_: None)  # the tests' own process
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own process
     monkeypatch.setattr("train.keep_freed_memory", lambda: None)
     unscale = torch.amp.GradScaler.unscale_
 
@@ -376,6 +363,26 @@ def test_an_overflow_in_one_optimizer_alone_skips_both(trained, tmp_path, monkey
     for name in start:
         assert torch.equal(overflow[name], start[name]), name
     assert any(not torch.equal(usual[name], start[name]) for name in start)
+
+
+def test_every_step_and_micro_batch_drops_other_places(trained, tmp_path):
+    """One sequence, always the same, and weights that stay: only dropout makes losses differ."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+    tokens = np.load(tmp_path / "data" / "mine" / "train-00000.npy")[:17]
+    np.save(tmp_path / "data" / "mine" / "train-00000.npy", tokens)
+    still = ["--learning_rate=0", "--min_lr=0", "--batch_size=1", "--log_interval=1"]
+    losses = {}
+    for name, more in {
+        "dropout": ["--dropout=0.5"],
+        "none": [],
+        "parts": ["--dropout=0.5", "--gradient_accumulation_steps=2"],
+    }.items():
+        run = tmp_path / name
+        output_of("train.py", "--dataset=mine", *TINY, *still, *more, f"--out_dir={run}",
+                  "--max_iters=8", cwd=tmp_path)  # fmt: skip
+        losses[name] = [entry["loss"] for entry in read_log(run) if "loss" in entry]
+    assert len(set(losses["none"])) == 1 and len(set(losses["dropout"])) == 8
+    assert set(losses["parts"]).isdisjoint(losses["dropout"])  # a mean of two that differ
 
 
 def test_recomputing_activations_changes_no_result(trained, tmp_path):
@@ -428,6 +435,7 @@ def test_tiny_shakespeare_is_prepared_as_published(tmp_path):
     assert entry["val_loss"] < 3.0  # ln(65) is 4.17
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
 def test_two_hundred_shards_open_unread_and_memory_stays_bounded(tmp_path):
     """4 GB of tokens, as files with holes; 2,000 batches touch each of the shards."""
@@ -438,10 +446,11 @@ def test_two_hundred_shards_open_unread_and_memory_stays_bounded(tmp_path):
             file.truncate(file.tell() + 20_000_000)
 
     def resident():
-        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+        """Megabytes that are this process's own: pages of files can be taken back."""
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
     before = resident()
-    shards = [TokenFile(file) for file in sorted(tmp_path.glob("train-*.npy"))]
+    shards = [open_tokens(file) for file in sorted(tmp_path.glob("train-*.npy"))]
     assert sum(map(len, shards)) == 2_000_000_000 and resident() < before + 5
     config = TrainConfig(block_size=1024, batch_size=8)
     get_batch(shards, config, 0)

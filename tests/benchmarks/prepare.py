@@ -21,13 +21,15 @@ from report import ROOT, in_turns, machine, peak_megabytes, spread, table
 
 def worker(case: dict):
     """prepare.py as a user runs it, or tiktoken on pieces in memory: in one thread, or in ours."""
-    from prepare import build_tokenizer, embedded_corpus, encode_on_all_cores
+    from gptling.shards import encode_on_all_cores
+    from gptling.sources import embedded_corpus
+    from gptling.tokenizers import build_tokenizer
 
     text = Path(case["file"])
     megabytes = text.stat().st_size / 1e6
     if case["who"] != "prepare.py":
         corpus = "\n".join(embedded_corpus().values())
-        encoding = build_tokenizer(case["tokenizer"], set(corpus), end_of_text=False)
+        encoding = build_tokenizer(case["tokenizer"], [corpus], end_of_text=False)
         pieces = [corpus] * int(megabytes * 1e6 / len(corpus.encode()))
         start = time.perf_counter()
         if case["who"] == "all cores":
@@ -53,7 +55,7 @@ def worker(case: dict):
 
 
 def main(megabytes: int, repetitions: int):
-    from prepare import embedded_corpus
+    from gptling.sources import embedded_corpus
 
     corpus = "\n".join(embedded_corpus().values()) + "\n"
     with tempfile.TemporaryDirectory() as directory:

@@ -37,13 +37,10 @@ def worker(case: dict):
     drawn = []  # when each token of all rows was there
 
     if case["who"] == "gptling":
-        from sample import WIDE, compile_decoding, use_onednn
+        from gptling.decoding import speed_up
 
         model = GPT(config).eval().to(device, dtype)
-        if case.get("compile"):
-            compile_decoding(model)
-        elif device == "cpu" and config.n_embd >= WIDE:
-            use_onednn(model)
+        speed_up(model, case.get("compile", False))
         generators = [torch.Generator(device).manual_seed(i) for i in range(B)]
 
         @torch.inference_mode()
@@ -56,11 +53,11 @@ def worker(case: dict):
         from transformers import GPT2Config, GPT2LMHeadModel
         from transformers.generation.streamers import BaseStreamer
 
-        its = GPT2Config(
+        gpt2_config = GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd,
             n_layer=config.n_layer, n_head=config.n_head, bos_token_id=0, eos_token_id=None,
         )  # fmt: skip
-        model = GPT2LMHeadModel(its).eval().to(device, dtype)
+        model = GPT2LMHeadModel(gpt2_config).eval().to(device, dtype)
 
         class Clock(BaseStreamer):
             def put(self, value):
@@ -84,7 +81,7 @@ def worker(case: dict):
         import ctranslate2
         import tiktoken
 
-        from prepare import tokenizer_to_json
+        from gptling.tokenizers import tokenizer_to_json
 
         with tempfile.TemporaryDirectory() as directory:
             gpt2 = tokenizer_to_json(tiktoken.get_encoding("gpt2"))

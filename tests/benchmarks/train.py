@@ -14,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from report import ROOT, in_turns, machine, peak_megabytes, spread, table
 
 TARGET = 1.89  # nats per character over the whole validation split; nanoGPT's README names 1.88
-SIZES = {  # GPTConfig's fields, and the windows of a step
+SIZES = {  # GPTConfig's fields, and the sequences of a step
     "0.8 M": (dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False), 24),
     "10.7 M": (dict(block_size=256, vocab_size=65, n_layer=6, n_head=6, n_embd=384, bias=False), 8),
     "124 M": (dict(vocab_size=50304), 2),  # padded as config/gpt2.toml says
@@ -73,30 +74,35 @@ def time_to_loss(repetitions: int):
 def worker(case: dict):
     """Some steps of one kind; prints the median milliseconds and the peak memory as JSON."""
     import torch
+    from torch.utils.checkpoint import checkpoint
 
+    from gptling.devices import keep_freed_memory, use_float32_attention
+    from gptling.loss import fused_loss
     from model import GPT, GPTConfig
-    from train import TrainConfig, configure_optimizers, keep_freed_memory, recompute_blocks
+    from train import TrainConfig, configure_optimizers
 
     keep_freed_memory()
-
     fields, batch_size = SIZES[case["size"]]
     config = GPTConfig(**fields)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if case["who"] == "transformers":
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        its = GPT2Config(
+        peer_config = GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd,
             n_layer=config.n_layer, n_head=config.n_head, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         )  # fmt: skip
-        model = GPT2LMHeadModel(its).to(device).train()
+        model = GPT2LMHeadModel(peer_config).to(device).train()
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
         model = GPT(config).to(device).train()
-        kind = TrainConfig(optimizer=case.get("optimizer", "adamw"), dtype=case["dtype"])
-        optimizers = configure_optimizers(model, kind)
-        if case.get("recompute"):
-            recompute_blocks(model)
+        model.fused_loss = fused_loss
+        if device == "cpu":
+            use_float32_attention(model)
+        for block in model.h if case.get("recompute") else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        train_config = TrainConfig(optimizer=case.get("optimizer", "adamw"), dtype=case["dtype"])
+        optimizers = configure_optimizers(model, train_config)
     n = sum(p.numel() for p in model.parameters())
     compiled = torch.compile(model) if device == "cuda" else model
 
@@ -106,7 +112,7 @@ def worker(case: dict):
             if case["who"] == "transformers":
                 loss = compiled(input_ids=idx[:, :-1], labels=idx[:, :-1]).loss
             else:
-                loss = compiled(idx[:, :-1], idx[:, 1:], need_logits=False)[1]
+                loss = compiled(idx[:, :-1], idx[:, 1:])[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:

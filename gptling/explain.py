@@ -1,0 +1,110 @@
+"""The page of sample.py --explain: how likely each token was, and what it attended to."""
+
+import base64
+import json
+import tempfile
+from pathlib import Path
+
+import tiktoken
+import torch
+import torch.nn as nn
+
+from gptling.cli import UserError
+from gptling.files import replace_text, writing
+
+PAGE_TOKENS = 256  # on a page at most
+PAGE_WEIGHTS = 5_000_000  # of attention, 2 bytes each: deep models show fewer tokens
+TEMPLATE = Path(__file__).with_name("explain_template.html")
+SYMBOLS = {" ": "·", "\n": "↵", "\t": "→"}
+
+
+def visible(raw: bytes) -> str:
+    """A token as a label: white space as symbols, what has no look by its number.
+
+    >>> visible(b" caf\\xc3\\xa9\\n"), visible(b"\\xe2\\x80"), visible(b"\\0")
+    ('·café↵', '\\\\xe2\\\\x80', 'U+0000')
+    """
+    text = raw.decode("utf-8", "backslashreplace")
+    return "".join(SYMBOLS.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
+
+
+def logits_and_attention(model: nn.Module, idx: torch.Tensor):
+    """Logits (T, V) of one text idx (1, T), and the weights (n_layer, nh, T, T) of each layer that
+    has a method attention_weights. Raises UserError for a model without one."""
+    weights = []  # n_layer times (1, nh, T, T)
+
+    def keep_weights(layer, args, options):
+        # Options that are None, as `cache` is here, need not be known to attention_weights.
+        given = {name: value for name, value in options.items() if value is not None}
+        weights.append(layer.attention_weights(*args, **given))
+
+    layers = [m for block in model.h for m in block.modules() if hasattr(m, "attention_weights")]
+    hooks = [layer.register_forward_pre_hook(keep_weights, with_kwargs=True) for layer in layers]
+    logits, _ = model(idx)
+    for hook in hooks:
+        hook.remove()
+    if not weights:
+        raise UserError("--explain: no layer of this model has a method attention_weights")
+    return logits[0], torch.cat(weights)
+
+
+@torch.no_grad()
+def explain(model: nn.Module, encoding: tiktoken.Encoding, ids: list[int], n_prompt: int) -> dict:
+    """What the page shows of a text whose first n_prompt ids are the prompt, by one forward pass.
+
+    Of T tokens: probabilities and ranks (T - 1,) of each but the first, given those before it
+    (temperature 1, no filter); alternatives, the ten likeliest in its place as [label, probability,
+    whether it is the token itself]; attention, base64 of 65535 times the lower triangles of
+    attention_weights in uint16 (n_layer, n_head, T (T + 1) / 2).
+    """
+    fit = int((2 * PAGE_WEIGHTS / model.config.n_layer / model.config.n_head) ** 0.5)
+    room = min(PAGE_TOKENS, model.config.block_size, fit)
+    # From the beginning, so that each token has what it had when it was drawn; of a prompt that
+    # takes more than half of the page, only its end where the text does not fit.
+    start = max(0, min(n_prompt - room // 2, len(ids) - room))
+    shown = ids[start : start + room]
+    T = len(shown)
+    idx = torch.tensor([shown], device=next(model.parameters()).device)
+    logits, weights = logits_and_attention(model, idx)
+    probs = logits[:-1].masked_fill(~model.drawable, float("-inf")).softmax(dim=-1)  # (T - 1, V)
+    token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
+    top = probs.topk(min(10, int(model.drawable.sum())))
+    triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
+    codes = (65535 * triangles).round().cpu().numpy().astype("<u2")
+    decode = encoding.decode_single_token_bytes
+    rows = zip(top.indices.tolist(), top.values.tolist(), shown[1:], strict=True)
+    return {
+        "n_layer": weights.size(0),
+        "n_head": weights.size(1),
+        "n_prompt": n_prompt - start,
+        "omitted": {"before": start, "after": len(ids) - start - T},
+        "tokens": [visible(decode(token)) for token in shown],
+        "probabilities": token_probs[:, 0].tolist(),
+        "ranks": ((probs > token_probs).sum(dim=1) + 1).tolist(),
+        "alternatives": [
+            [[visible(decode(i)), p, i == token] for i, p in zip(likeliest, values, strict=True)]
+            for likeliest, values, token in rows
+        ],
+        "attention": base64.b64encode(codes.tobytes()).decode(),
+    }
+
+
+def check_page(path: Path):
+    """Raises UserError where a page cannot be written: before anything is computed for it."""
+    if path.is_dir():
+        raise UserError(f"--explain {path}: a directory; give the name of a page")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UserError(f"--explain {path}: cannot be written: {error.strerror}") from None
+
+
+def write_page(path: Path, data: dict):
+    """Write what explain returns as HTML, whole or not at all; an older page gives way. Raises
+    UserError."""
+    text = json.dumps(data)  # ASCII
+    for character in "<>&":  # so that no token ends the script element or begins another
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    html = TEMPLATE.read_text(encoding="utf-8").replace("__DATA__</script>", f"{text}</script>")
+    with writing(path):
+        replace_text(path, html)

@@ -1,0 +1,213 @@
+"""tokenizer.json: a tiktoken.Encoding as Hugging Face's tokenizers read and write it.
+
+The format: https://huggingface.co/docs/tokenizers
+"""
+
+import itertools
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import tiktoken
+
+from gptling.cli import UserError
+from gptling.files import read_json
+
+END_OF_TEXT = "<|endoftext|>"
+ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
+# GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# GPT-4's (tiktoken's cl100k_base).
+BPE_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+)
+MAX_JSON = 1 << 26  # bytes of a tokenizer.json, which has about 40 a token
+MAX_PATTERN = 1 << 18  # characters of the pattern and the special tokens: they are compiled
+
+
+def has_all_bytes(ranks: dict[bytes, int]) -> bool:
+    """Whether a tokenizer with these tokens can encode every text."""
+    return all(bytes([byte]) in ranks for byte in range(256))
+
+
+def _byte_letters():
+    """ByteLevel's printable letter for each byte, which GPT-2's vocabulary files are written in:
+    the byte's own Latin-1 character if that is visible, otherwise the next one from 256 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+
+
+BYTE_TO_LETTER = _byte_letters()
+LETTER_TO_BYTE = {letter: byte for byte, letter in BYTE_TO_LETTER.items()}
+
+
+def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
+    """The text of a tokenizer.json that Hugging Face's tokenizers and load_tokenizer read alike.
+
+    Raises UserError for a tokenizer that cannot be expressed there."""
+    ranks, special = encoding._mergeable_ranks, encoding._special_tokens
+    if encoding._pat_str != ANY_CHARACTER and not has_all_bytes(ranks):
+        raise UserError(f"tokenizer {encoding.name!r}: only one of characters may lack bytes")
+    if twice := [text for text in special if text.encode() in ranks]:
+        raise UserError(f"tokenizer {encoding.name!r}: {twice[0]} is both special and plain text")
+
+    def letters(token):
+        return token.decode("latin-1").translate(BYTE_TO_LETTER)
+
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        parts = _last_parts(ranks, token)
+        if len(parts) == 2 and all(part in ranks for part in parts):
+            merges.append([letters(part) for part in parts])
+    # {1,3}+ is possessive for tiktoken and a repetition for Hugging Face's engine. Nothing follows
+    # it in an alternative, so that without the + both mean the same.
+    pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", encoding._pat_str)
+    plain = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+    added = [
+        {"id": id, "content": content, "special": True} | plain
+        for content, id in sorted(special.items(), key=lambda item: item[1])
+    ]
+    split = {"type": "Split", "pattern": {"Regex": pattern}}
+    split |= {"behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level |= {"use_regex": False}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": True,  # as tiktoken: a piece that is a token is that token
+        "vocab": {letters(token): rank for token, rank in ranks.items()},
+        "merges": merges,
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _last_parts(ranks, token):
+    """The parts of `token` when all other merges are done, lowest rank first: where they are two,
+    theirs is the one merge by which tiktoken ever arrives at the token, whatever is around it, for
+    merges in a part of a text that ends as one token are those of that part alone."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, math.inf) for a, b in itertools.pairwise(parts)]
+        lowest = min(pairs)
+        if lowest == math.inf:
+            break
+        i = pairs.index(lowest)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
+    """The tokenizer of a data or checkpoint directory; GPT-2's own tokenizer.json is read too, and
+    its vocab.json with merges.txt where that is missing.
+
+    Raises UserError where there is none, or one that is not a byte-level BPE or takes more memory
+    than its size allows for."""
+    file = Path(path) / "tokenizer.json"
+    if not os.path.exists(file) and os.path.exists(file.with_name("vocab.json")):
+        file = file.with_name("vocab.json")
+    if not os.path.exists(file):
+        raise UserError(f"{file}: not found; the tokenizer belongs there")
+    tokenizer = read_json(file, MAX_JSON)
+    if file.name == "vocab.json":
+        tokenizer = _from_vocab(tokenizer, file.with_name("merges.txt"))
+    try:
+        return _from_json(tokenizer, Path(path).name)
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"{file}: not a byte-level BPE as prepare.py writes it ({error!r:.200})"
+        ) from None
+
+
+def _from_json(tokenizer, name):
+    pattern = _split_pattern(tokenizer["pre_tokenizer"])
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    vocab = tokenizer["model"]["vocab"]
+    ranks = {
+        bytes(LETTER_TO_BYTE[letter] for letter in token): id
+        for token, id in vocab.items()
+        if token not in special
+    }
+    merges = [m.split(" ") if type(m) is str else m for m in tokenizer["model"]["merges"]]
+    order = [vocab[a + b] for a, b in merges]
+    if order != sorted(order):
+        raise ValueError("ids that are not in the order of the merges")
+    ids = [*ranks.values(), *special.values()]
+    limit = 2 * len(ids) + 1024  # tables have a row for each id, so that gaps take memory
+    if len(set(ids)) < len(ids) or not all(type(id) is int and 0 <= id < limit for id in ids):
+        raise ValueError(f"ids that are not unique, or not from 0 to {limit - 1}")
+    if len(pattern) + sum(map(len, special)) > MAX_PATTERN:
+        raise ValueError("its pattern and special tokens are too long")
+    if pattern != ANY_CHARACTER and not has_all_bytes(ranks):
+        raise ValueError("it lacks bytes, which only a tokenizer of characters may")
+    safe = _whole_pattern(pattern)
+    encoding = tiktoken.Encoding(name, pat_str=safe, mergeable_ranks=ranks, special_tokens=special)
+    encoding._pat_str, encoding.engine_pattern = pattern, safe
+    return encoding
+
+
+def _whole_pattern(pattern):
+    """`pattern` such that each match begins where the last one ended (\\G) and is not empty, for
+    tiktoken aborts at an empty one and leaves out what is between two. Raises ValueError."""
+    if pattern in (ANY_CHARACTER, GPT2_PATTERN, BPE_PATTERN):
+        return pattern
+    tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
+    if r"\K" in pattern:  # moves the beginning of a match
+        raise ValueError("its pattern has \\K")
+    return rf"\G(?:{pattern})(?!\G)|[\s\S]"
+
+
+def _from_vocab(vocab, merges_file):
+    """What a tokenizer.json would hold instead of GPT-2's vocab.json and merges.txt."""
+    try:
+        lines = merges_file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"{merges_file}: not found; it belongs beside vocab.json") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{merges_file}: cannot be read: {error}") from None
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    special = [{"content": END_OF_TEXT, "id": vocab[END_OF_TEXT]}] if END_OF_TEXT in vocab else []
+    return {
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "added_tokens": special,
+        "model": {"vocab": vocab, "merges": merges},
+    }
+
+
+def _split_pattern(pre_tokenizer):
+    if pre_tokenizer["type"] == "ByteLevel" and not pre_tokenizer["add_prefix_space"]:
+        return GPT2_PATTERN
+    split, byte_level = pre_tokenizer["pretokenizers"]
+    types = split["type"], byte_level["type"], byte_level["use_regex"]
+    if types != ("Split", "ByteLevel", False):
+        raise ValueError("its pre_tokenizer is another")
+    return split["pattern"]["Regex"]
+
+
+def copy_tokenizer(encoding: tiktoken.Encoding) -> tiktoken.Encoding:
+    """The same tokenizer for another thread: one that two have used is a quarter slower."""
+    return tiktoken.Encoding(
+        encoding.name,
+        pat_str=getattr(encoding, "engine_pattern", encoding._pat_str),
+        mergeable_ranks=encoding._mergeable_ranks,
+        special_tokens=encoding._special_tokens,
+    )

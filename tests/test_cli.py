@@ -1,0 +1,256 @@
+"""Flags, presets and the errors of both."""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import pytest
+import tyro
+
+from gptling.cli import UserError, check_numbers, load, read_preset
+from prepare import PrepareConfig
+from sample import SampleConfig
+from tests.conftest import ROOT, output_of, run_script
+from train import TrainConfig
+
+
+@dataclass
+class Example:
+    width: int = 3  # how wide, in %
+    line_width: float = 0.5  # how fat
+    name: str = "x"  # how called
+    loud: bool = False  # whether loud
+    mode: Literal["auto", True, False] = "auto"  # which
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # where to stop
+
+    def __post_init__(self):
+        check_numbers(self)
+
+
+@pytest.fixture
+def empty(tmp_path):
+    (tmp_path / "empty.toml").write_text("")
+    return tmp_path / "empty.toml"
+
+
+def parse(*arguments, default_preset=None):
+    return load(Example, "An example.", arguments, default_preset)
+
+
+def unboxed(error):
+    """The words of a usage error: without tyro's box, and on one line."""
+    return " ".join(re.sub("[─-╿]|-{9,}", " ", error).split())
+
+
+# ---------------------------------------------------------------------------- order
+
+
+def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path, empty):
+    a, b = tmp_path / "a.toml", tmp_path / "b.toml"
+    a.write_text('width = 4\nline_width = 1\nname = "a"\n')
+    b.write_text('name = "b"\nloud = true\nmode = true\n')
+    flags = ["--width=9", "--line_width", "1e-3"]
+    config, given = parse(str(a), str(b), *flags, default_preset=empty)
+    assert config == Example(9, 1e-3, "b", True, True)
+    assert given == {"width": 9, "line_width": 1e-3}
+    assert parse(str(b), str(a), "--name=c", default_preset=empty)[0].name == "c"
+    assert parse() == parse(default_preset=empty) == (Example(), {})
+    assert parse(default_preset=a)[0].width == 4
+    assert parse(str(b), default_preset=a)[0].width == 3, "in its place, not below"
+
+
+def test_a_flag_mends_a_preset(tmp_path, empty):
+    (tmp_path / "a.toml").write_text("width = -4")
+    assert parse("--width=4", default_preset=tmp_path / "a.toml")[0].width == 4
+    with pytest.raises(SystemExit):
+        parse(default_preset=tmp_path / "a.toml")
+
+
+def test_a_preset_after_a_flag_is_refused(empty, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse("--loud", str(empty), default_preset=empty)
+    assert exit.value.code == 2 and "Unrecognized options" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ("--width 4", {"width": 4}),
+        ("--width=4", {"width": 4}),
+        ("--line_width 2", {"line_width": 2.0}),
+        ("--line-width=2", {"line_width": 2.0}),
+        ("--line-width=2 --line_width=1e-3", {"line_width": 1e-3}),
+        ("--name=7", {"name": "7"}),
+        ("--name=--loud", {"name": "--loud"}),
+        ("--name -", {"name": "-"}),
+        ("--loud", {"loud": True}),
+        ("--loud --width=4", {"loud": True, "width": 4}),
+        ("--loud=True", {"loud": True}),
+        ("--loud=false", {"loud": False}),
+        ("--loud False", {"loud": False}),
+        ("--loud true --width=4", {"loud": True, "width": 4}),
+        ("--mode", {"mode": True}),
+        ("--mode --loud", {"mode": True, "loud": True}),
+        ("--mode=False", {"mode": False}),
+        ("--mode=true", {"mode": True}),
+        ("--mode auto", {"mode": "auto"}),
+        ("--stop=a --stop b", {"stop": ("a", "b")}),
+    ],
+)
+def test_flags_have_the_types_of_their_fields(arguments, expected):
+    config, given = parse(*arguments.split())
+    assert given == expected and config == Example(**expected)
+    assert all(type(given[name]) is type(value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ("--resume", {"resume": True}),
+        ("--resume=True", {"resume": True}),
+        ("--resume=False", {"resume": False}),
+        ("--n_layer 3", {"n_layer": 3}),
+        ("--n-layer=3", {"n_layer": 3}),
+        ("--bias=False", {"bias": False}),
+        ("--compile", {"compile": True}),
+        ("--compile=False", {"compile": False}),
+        ("--compile auto", {"compile": "auto"}),
+    ],
+)
+def test_flags_of_train_py(arguments, expected, empty):
+    config, given = load(TrainConfig, "", arguments.split(), empty)
+    assert given == expected
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_a_text_or_a_run_stands_before_or_after_the_flags():
+    for words in (["a.txt", "b", "--name=c"], ["--name=c", "a.txt", "b"]):
+        assert load(PrepareConfig, "", words)[0] == PrepareConfig(("a.txt", "b"), name="c")
+    for words in (["gpt2", "--interactive"], ["--interactive", "gpt2"]):
+        assert load(SampleConfig, "", words)[0] == SampleConfig("gpt2", interactive=True)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--widht=3"], "--widht, 3 Perhaps you meant: --width INT"),
+        (["--lime-width", "3"], "Perhaps you meant: --line_width FLOAT"),
+        (["--width=3.5"], "--width: invalid literal for int() with base 10: '3.5'"),
+        (["--width"], "Missing value for argument '--width'"),
+        (["--line_width=fat"], "--line_width: could not convert string to float: 'fat'"),
+        (["--line_width=nan"], "--line_width=nan: must be at least 0"),
+        (["--line_width=inf"], "--line_width=inf: must be at least 0"),
+        (["--width=-1"], "--width=-1: must be at least 0"),
+        (["--loud=maybe"], "'maybe' for argument '--loud'. Expected one of ('True', 'False')"),
+        (["--mode=9"], "'9' for argument '--mode'. Expected one of ('auto', 'True', 'False')"),
+        (["word"], "Unrecognized options: word"),
+    ],
+)
+def test_a_wrong_flag_is_a_box_of_a_few_lines_and_exit_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse(*arguments)
+    output, error = capsys.readouterr()
+    assert exit.value.code == 2 and message in unboxed(error) and not output
+    assert error.count("\n") <= 12 and "Traceback" not in error
+
+
+@pytest.mark.parametrize("arguments", [["--width=wide"], ["--widht=3"], ["--width=-1"]])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_the_first_one_speaks(rank, arguments, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as exit:
+        parse(*arguments)
+    assert exit.value.code == 2 and bool(capsys.readouterr().err) == (rank == 0)
+
+
+# ---------------------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("widht = 3", "unknown key widht: did you mean width?"),
+        ("width = 3.5", "width = 3.5 is not a whole number"),
+        ("width = true", "width = True is not a whole number"),
+        ('line_width = "fat"', "line_width = 'fat' is not a number"),
+        ("line_width = inf", "line_width = inf is not a number"),
+        ("line_width = nan", "line_width = nan is not a number"),
+        ("loud = 1", "loud = 1 is not true or false"),
+        ("name = 1", "name = 1 is not text"),
+        ("mode = 9", "mode = 9 is not auto or True or False"),
+        ("width = = 1", "line 1"),
+        ("[table]\nwidth = 1", "unknown key table"),
+    ],
+)
+def test_a_wrong_preset_is_one_line_that_names_the_file(tmp_path, content, message):
+    (tmp_path / "wrong.toml").write_text(content)
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        read_preset(Example, tmp_path / "wrong.toml")
+    assert "wrong.toml" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_preset_lists_those_there_are():
+    with pytest.raises(UserError, match=r"nix\.toml.*config/quickstart\.toml"):
+        read_preset(Example, "config/nix.toml")
+
+
+def test_presets_are_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_preset(TrainConfig, "config/quickstart.toml")["dataset"] == "quickstart"
+
+
+@pytest.mark.parametrize("preset", sorted((ROOT / "config").glob("*.toml")), ids=lambda p: p.stem)
+def test_every_preset_is_valid(preset):
+    TrainConfig(**read_preset(TrainConfig, preset))
+
+
+@pytest.mark.parametrize(
+    "preset, parameters",
+    [
+        ("shakespeare_char", 10.7),
+        ("shakespeare_char_cpu", 0.8),
+        ("shakespeare_char_cpu_adamw", 0.8),
+        ("gpt2", 124),
+    ],
+)
+def test_presets_have_the_sizes_they_name(preset, parameters):
+    c = TrainConfig(**read_preset(TrainConfig, ROOT / "config" / f"{preset}.toml"))
+    n = 12 * c.n_layer * c.n_embd**2 + c.n_embd * (50257 if preset == "gpt2" else 65)
+    assert n / 1e6 == pytest.approx(parameters, rel=0.02)
+
+
+# ---------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize(
+    "script, cls", [("prepare", PrepareConfig), ("train", TrainConfig), ("sample", SampleConfig)]
+)
+def test_help_shows_what_a_script_does_and_every_field_with_its_comment(script, cls, capsys):
+    source = "".join(
+        (ROOT / name).read_text(encoding="utf-8") for name in (f"{script}.py", "model.py")
+    )
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exit:
+        patch.setenv("COLUMNS", "200")
+        load(cls, __import__(script).__doc__, ["--help"])
+    text = unboxed(capsys.readouterr().out)
+    assert exit.value.code == 0 and text.count(f"python {script}.py") >= 3
+    for field in fields(cls):
+        at = re.search(
+            rf"^(?:    # (.+)\n)?    {field.name}: .*?(?:  # (.+))?$", source, re.MULTILINE
+        )
+        assert " ".join((at[2] or at[1]).split()) in text or field.name == "vocab_size"
+        positional = field.name in ("sources", "run")
+        hidden = field.name == "vocab_size" and cls is TrainConfig  # as the tokenizer says
+        assert (f"--{field.name}" in text) != (positional or hidden)
+
+
+def test_scripts_that_are_run_say_the_same(tmp_path):
+    assert "--learning_rate" in output_of("train.py", "--help", cwd=tmp_path)
+    process = run_script("train.py", "--learing_rate=1", cwd=tmp_path)
+    error = process.stderr.decode("utf-8")
+    assert process.returncode == 2 and "Perhaps you meant: --learning_rate" in unboxed(error)
+    assert not process.stdout and "Traceback" not in error and not list(tmp_path.iterdir())

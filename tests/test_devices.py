@@ -1,0 +1,111 @@
+"""gptling/devices.py: devices and dtypes, attention of bfloat16 on a CPU, and peaks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gptling.cli import UserError
+from gptling.devices import (
+    float32_attention,
+    flops_utilisation,
+    keep_freed_memory,
+    pick_device,
+    pick_dtype,
+    use_float32_attention,
+)
+from model import GPT, GPTConfig, KVCache
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_a_device_that_is_not_there_is_refused_by_name(device, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    assert pick_device("auto") == pick_device("cpu") == "cpu"
+    with pytest.raises(UserError, match=f"--device={device}"):
+        pick_device(device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_dtype_is_as_asked_and_auto_is_float32_for_a_narrow_model(device):
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert pick_dtype(dtype, device, wide=True) == dtype
+    assert pick_dtype("auto", device, wide=False) == "float32"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_auto_is_bfloat16_for_a_wide_model_where_the_machine_has_instructions(native, monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: native)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
+    assert pick_dtype("auto", "cpu", wide=True) == ("bfloat16" if native else "float32")
+    assert pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
+
+
+@pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.bfloat16])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float32])
+def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask_dtype, cache_dtype):
+    torch.manual_seed(0)
+    q = torch.randn(2, 2, 5, 8).bfloat16()
+    k, v = (torch.randn(2, 2, 9, 8).bfloat16().to(cache_dtype) for _ in "kv")
+    mask = None if mask_dtype is None else torch.randn(5, 9).bfloat16()
+    mask = mask > -1 if mask_dtype == torch.bool else mask
+    wide = mask if mask is None or mask_dtype == torch.bool else mask.double()
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=wide)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = float32_attention(q, k, v, attn_mask=mask)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("T", [8, 300])
+def test_gradients_through_float32_attention_are_those_of_float32_but_for_rounding(T):
+    torch.manual_seed(0)
+    x = [torch.randn(1, 2, T, 8).bfloat16().requires_grad_() for _ in "qkv"]
+    wide = [tensor.detach().float().requires_grad_() for tensor in x]
+    float32_attention(*x, is_causal=True).float().square().sum().backward()
+    F.scaled_dot_product_attention(*wide, is_causal=True).square().sum().backward()
+    for tensor, expected in zip(x, wide, strict=True):
+        scale = expected.grad.abs().max()
+        torch.testing.assert_close(tensor.grad.float(), expected.grad, rtol=0, atol=0.03 * scale)
+
+
+def test_a_bfloat16_model_decodes_with_a_float32_cache():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(16, 50, 2, 2, 16)).eval().bfloat16()
+    idx = torch.randint(50, (1, 12))
+    with torch.no_grad():
+        expected = model(idx)[0][:, -1].float()
+        assert use_float32_attention(model)
+        cache = [KVCache(torch.float32) for _ in model.h]
+        model.next_logits(idx[:, :8], cache=cache)
+        logits = model.next_logits(idx[:, 8:], cache=cache)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0.02 * expected.abs().max())
+
+
+def test_a_model_that_names_its_kernel_otherwise_is_left_alone():
+    model = torch.nn.TransformerEncoderLayer(8, 2)
+    before = dict(model.__dict__)
+    assert not use_float32_attention(model) and model.__dict__ == before
+
+
+def test_memory_is_kept_with_glibc_and_nothing_happens_elsewhere(monkeypatch):
+    calls = []
+    library = SimpleNamespace(mallopt=lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr("sys.platform", "linux")
+    keep_freed_memory()  # another C library, such as musl
+    assert not calls
+    library.gnu_get_libc_version = None
+    keep_freed_memory()
+    assert len(calls) == 2
+    monkeypatch.setattr("sys.platform", "win32")
+    keep_freed_memory()
+    assert len(calls) == 2
+
+
+def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():
+    assert flops_utilisation(1e6, 124_000_000, "NVIDIA H200") == pytest.approx(0.752, abs=1e-3)
+    assert flops_utilisation(1e6, 124_000_000, "NVIDIA GeForce GTX 1060") is None
+    assert flops_utilisation(1e6, 124_000_000, "") is None
