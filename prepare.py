@@ -13,22 +13,19 @@ goes on at the last finished shard with the same command, from data/.NAME.partia
 import contextlib
 import itertools
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import tyro
 
 from gptling.cli import UserError, load, run
-from gptling.corpus import read
-from gptling.files import lock_directory, read_json, replace_text, writing
-from gptling.shards import TokenShards, encode_on_all_cores
-from gptling.sources import find_sources, signatures
-from gptling.splits import Place, split_documents
+from gptling.corpus import find_sources, read, signature
+from gptling.files import lock_directory, replace_text, writing
+from gptling.shards import Place, TokenShards, encode_on_all_cores, split_documents
 from gptling.tokenizers import (
     END_OF_TEXT,
     build_tokenizer,
@@ -82,32 +79,27 @@ def partial_directory(target: Path) -> Iterator[Path]:
 def prepare(config: PrepareConfig) -> Path:
     """Write data/NAME/ as `config` says and return it. Raises UserError."""
     target = Path("data") / (config.name or name_after(config.sources))
-    if os.path.exists(target) and not config.overwrite:  # False for a name that is too long
-        raise UserError(
-            f"{target} is there already: --overwrite=True replaces it, --name keeps both"
-        )
+    if target.exists() and not config.overwrite:
+        raise UserError(f"{target} is there: --overwrite=True replaces it, --name keeps both")
     with partial_directory(target) as directory:
         output, progress_file = directory / "data", directory / "progress.json"
 
         # ------------------------------------------------ documents, and how far they were read
         sources = find_sources(config.sources, downloads=directory)
-        wanted = [config.tokenizer, config.vocab_size, signatures(sources)]
-        progress = {}
-        with contextlib.suppress(UserError):
-            progress = read_json(progress_file, limit=1 << 30)
-        if progress.get("wanted") != wanted or not (output / "tokenizer.json").exists():
+        wanted = [config.tokenizer, config.vocab_size, *map(signature, sources)]
+        progress = json.loads(progress_file.read_text()) if progress_file.exists() else {}
+        if progress.get("wanted") != wanted or not output.exists():
             progress = {}
             progress_file.unlink(missing_ok=True)
             shutil.rmtree(output, ignore_errors=True)
+        place = Place(**progress.get("place", {}))
+        first_sizes = [document.size for _, document in itertools.islice(read(sources), 10)]
 
         # ------------------------------------------------ tokenizer
         if progress:
-            first_sizes, start = progress["first_sizes"], Place.from_json(progress["place"])
+            print(f"going on behind {place.count['characters']:,} characters")
             encoding = load_tokenizer(output)
-            print(f"going on behind {start.now.characters:,} characters")
         else:
-            first_sizes = [document.size for _, document in itertools.islice(read(sources), 10)]
-            start = Place()
             documents = read(sources, "tokenizer")
             texts = (piece for _, document in documents for piece in document.pieces)
             encoding = build_tokenizer(
@@ -121,32 +113,25 @@ def prepare(config: PrepareConfig) -> Path:
         has_end = END_OF_TEXT in encoding.special_tokens_set
         separator = np.array([encoding.eot_token] if has_end else [], dtype=np.uint32)
         shards = TokenShards(output, encoding.n_vocab, **progress.get("shards", {}))
-        documents = read(sources, "encode", start.source)
-        pieces = split_documents(documents, first_sizes, start)
-        counts = start.now
-        for piece, ids in encode_on_all_cores(encoding, ((p, p.text) for p in pieces)):
-            shards.write(piece.split, ids if piece.text else separator)
-            counts = piece.place.now
+        keyed = ((piece, piece[-1]) for piece in split_documents(sources, first_sizes, place))
+        for (place, split, text), ids in encode_on_all_cores(encoding, keyed):
+            shards.write(split, ids if text else separator)
             if shards.is_full():
-                shards.finish_shard()
-                progress = {"wanted": wanted, "first_sizes": first_sizes, "place": piece.place}
+                state = {"wanted": wanted, "place": asdict(place), "shards": shards.finish_shard()}
                 with writing(progress_file):
-                    replace_text(progress_file, json.dumps(progress | {"shards": shards.state()}))
+                    replace_text(progress_file, json.dumps(state))
         fingerprint = shards.close()
 
         # ------------------------------------------------ meta.json, and the name
+        count, train = place.count, [length for length, _ in shards.finished]
         meta = {
             "format": 1,
             "tokenizer": config.tokenizer,
             "vocab_size": encoding.n_vocab,
-            "documents": counts.documents,
-            "characters": counts.characters,
-            "train": {
-                "tokens": sum(length for length, _ in shards.finished),
-                "bytes": counts.train,
-                "shards": len(shards.finished),
-            },
-            "val": {"tokens": shards.val.length, "bytes": counts.val},
+            "documents": count["documents"],
+            "characters": count["characters"],
+            "train": {"tokens": sum(train), "bytes": count["train"], "shards": len(train)},
+            "val": {"tokens": shards.val.length, "bytes": count["val"]},
             "sha256": fingerprint,  # of the token files
         }
         with writing(target):
@@ -156,10 +141,10 @@ def prepare(config: PrepareConfig) -> Path:
             output.rename(target)
 
     print(
-        f"{target}: {counts.documents:,} document{'s' * (counts.documents != 1)}, "
-        f"{counts.characters:,} characters; "
+        f"{target}: {count['documents']:,} document{'s' * (count['documents'] != 1)}, "
+        f"{count['characters']:,} characters; "
         f"tokenizer {config.tokenizer} with {encoding.n_vocab:,} tokens; "
-        f"{meta['train']['tokens']:,} tokens to train on, {meta['val']['tokens']:,} to validate"
+        f"{sum(train):,} tokens to train on, {shards.val.length:,} to validate"
     )
     return target
 

@@ -22,7 +22,7 @@ References:
 import itertools
 import math
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -36,7 +36,7 @@ from gptling.cli import CONFIG, Count, Share, UserError, check_numbers, load, ru
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.loss import fused_loss
-from gptling.optim import Muon, check_finite, load_states, whole_state
+from gptling.optim import Muon, check_finite, load_states
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.processes import Processes, StopSignals
 from gptling.report import Report, sample_lines
@@ -91,9 +91,7 @@ class TrainConfig(GPTConfig):
         if Path(self.dataset).name != self.dataset or self.dataset in ("", ".."):
             raise ValueError(f"--dataset={self.dataset}: give a name under data/, not a path")
         if self.min_lr > self.learning_rate and not self.resume:  # then the run's own counts
-            raise ValueError(
-                f"--min_lr={self.min_lr} is above --learning_rate={self.learning_rate}"
-            )
+            raise ValueError(f"--min_lr={self.min_lr} is above the learning_rate: lower it")
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite exclude each other")
         if self.fsdp and self.optimizer == "muon" and not self.resume:
@@ -160,17 +158,14 @@ def build_model(config: TrainConfig, given: dict, data: Dataset, resumed_from: P
     source = resumed_from or (config.init_from != "scratch" and find_checkpoint(config.init_from))
     if source:
         if load_tokenizer(source)._mergeable_ranks != data.tokenizer._mergeable_ranks:
-            raise UserError(
-                f"{source} was trained with another tokenizer than {data.directory} has"
-            )
+            raise UserError(f"{source} has another tokenizer than {data.directory}")
         model = load_model(GPT, source, dropout=config.dropout)
     else:
         multiple = config.vocab_multiple
         sizes["vocab_size"] = math.ceil(data.tokenizer.n_vocab / multiple) * multiple
         model = GPT(GPTConfig(**sizes))
     if config.block_size > model.config.block_size:
-        limit = model.config.block_size
-        raise UserError(f"--block_size={config.block_size}: {source} has {limit} positions")
+        raise UserError(f"--block_size={config.block_size}: longer than that of {source}")
     for name in sizes.keys() - {"block_size"}:  # sequences may be shorter than the model allows
         setattr(config, name, getattr(model.config, name))
         if given.get(name, getattr(config, name)) != getattr(config, name):
@@ -192,12 +187,10 @@ def main():
     resumed_from, state = None, {}
     if config.resume:
         resumed_from, state = run_directory.newest_state()
-        given["out_dir"] = config.out_dir
+        given |= {"out_dir": config.out_dir}
         config = resumed_config(TrainConfig, state["config"], given, FIXED)
         if state["progress"].step >= config.max_iters:
-            raise UserError(
-                f"{resumed_from} has all {config.max_iters} steps: give a higher --max_iters"
-            )
+            raise UserError(f"{resumed_from} has all its steps: give a higher --max_iters")
     elif not config.overwrite:
         run_directory.refuse_another_run()
     progress = state.get("progress", Progress())
@@ -250,14 +243,9 @@ def main():
 
     def save(metrics):
         """A checkpoint of now; every process gives its shards, the first one writes."""
-        if not (processes.first or processes.sharded):
-            return
         progress.loss_sum = loss_sum.item()
-        state = {"progress": asdict(progress), "config": asdict(config), "data": data.fingerprint}
-        state |= {"optimizers": list(map(whole_state, optimizers)), "scaler": scaler.state_dict()}
         whole_model = processes.whole_model(model, GPT)
-        if processes.first:
-            run_directory.save(whole_model, data.tokenizer_json, state, metrics, config.keep_last)
+        run_directory.save(metrics, whole_model, optimizers, scaler, progress, config, data)
 
     # ------------------------------------------------------------ loop
     signals, stopped = StopSignals(processes), 0

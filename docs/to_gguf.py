@@ -13,6 +13,8 @@ END = "<|endoftext|>"
 SPLITS = {r"\p{Lu}": "gpt-4o", r"\p{N}{1,3}": "llama-bpe", r" ?\p{N}+": "gpt-2", r"[\s\S]": "gpt-2"}
 source = Path(sys.argv[1])
 config = json.loads((source / "config.json").read_bytes())
+if config["model_type"] != "gpt2":
+    sys.exit(f"{source}: its architecture is {config['model_type']}, which is not GPT-2's")
 tokenizer = json.loads((source / "tokenizer.json").read_bytes())
 weights = load_file(source / "model.safetensors")
 vocab = tokenizer["model"]["vocab"]

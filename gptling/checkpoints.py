@@ -1,7 +1,5 @@
 """Run directories: out/NAME with checkpoint-N, each whole or not at all, and log.jsonl."""
 
-import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -9,6 +7,7 @@ import re
 import shutil
 import sys
 from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
 from typing import Any
@@ -16,14 +15,15 @@ from typing import Any
 import torch
 
 from gptling.cli import UserError, check
-from gptling.files import lock_directory, read_json, replace_text, sync, writing
+from gptling.files import lock_directory, read_json, replace_text, sha256, sync, writing
+from gptling.optim import whole_state
 
 # What torch.load makes of a file that is missing, cut short, or something else.
 DAMAGED = (OSError, RuntimeError, EOFError, UnpicklingError)
 DAMAGED += (LookupError, ValueError, TypeError, AttributeError)
 
 
-@dataclasses.dataclass
+@dataclass
 class Progress:
     """How far a run is: what changes with every step besides weights and optimizers."""
 
@@ -64,11 +64,6 @@ def best_checkpoint(run: str | Path) -> Path | None:
     return min(found, key=lambda path: (read_loss(path), -step_of(path)), default=None)
 
 
-def sha256(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
     """What training_state.pt holds: plain values and tensors.
 
@@ -97,23 +92,10 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{checkpoint} is damaged: {reason}") from None
 
 
-def newest_state(run: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint that is whole, and its training state; damaged ones are named.
-
-    Raises UserError where there is none."""
-    for checkpoint in reversed(list_checkpoints(run)):
-        try:
-            return checkpoint, load_training_state(checkpoint)
-        except UserError as error:
-            print(error, file=sys.stderr)
-    way_out = "give the --out_dir of a run, or start anew with --overwrite=True"
-    raise UserError(f"{run}: no whole checkpoint to go on from; {way_out}")
-
-
 def resumed_config(config_class: type, saved: dict, given: dict, fixed: set[str]) -> Any:
     """A run's own configuration with the flags that were given: explicit flags override the
     checkpoint and are printed. Raises UserError for a flag that would make it another run."""
-    known = {field.name for field in dataclasses.fields(config_class)}
+    known = {field.name for field in fields(config_class)}
     saved = {name: value for name, value in saved.items() if name in known}
     once = {"resume": False, "overwrite": False, "allow_changed_data": False}
     for name in sorted(given.keys() & saved.keys() - once.keys() - {"out_dir"}):
@@ -141,13 +123,21 @@ class RunDirectory:
         self.lock = lock_directory(path) if processes.first and path.is_dir() else None
 
     def newest_state(self) -> tuple[Path, dict[str, Any]]:
-        """newest_state(path) of the first process, in all of them."""
-        checkpoint, state = newest_state(self.path) if self.processes.first else (None, None)
-        step = self.processes.all_reduce_max(state["progress"].step if state else 0)
-        if state is None:
-            checkpoint = self.path / f"checkpoint-{step}"
-            state = load_training_state(checkpoint)
-        return checkpoint, state
+        """The newest checkpoint that is whole, in all processes, and its training state; damaged
+        ones are named. Raises UserError where there is none."""
+        found = None
+        for checkpoint in reversed(list_checkpoints(self.path)) if self.processes.first else ():
+            try:
+                found = checkpoint, load_training_state(checkpoint)
+                break
+            except UserError as error:
+                print(error, file=sys.stderr)
+        step = self.processes.all_reduce_max(step_of(found[0]) if found else 0)
+        if step == 0:
+            way_out = "give the --out_dir of a run, or start anew with --overwrite=True"
+            raise UserError(f"{self.path}: no whole checkpoint to go on from; {way_out}")
+        checkpoint = self.path / f"checkpoint-{step}"
+        return found or (checkpoint, load_training_state(checkpoint))
 
     def refuse_another_run(self):
         """Raises UserError where a run is there already."""
@@ -169,10 +159,10 @@ class RunDirectory:
             for path in self.path.glob(".checkpoint-*"):  # what a crash has left
                 shutil.rmtree(path)
             for path in list_checkpoints(self.path):
+                aside = path.with_name(f"damaged-{path.name}")
                 if not resumed:
                     delete(path)  # and nothing else that may lie in the folder
                 elif step_of(path) > step:  # damaged: it would count as the newest
-                    aside = path.with_name(f"damaged-{path.name}")
                     shutil.rmtree(aside, ignore_errors=True)
                     path.rename(aside)
             if resumed and self.log_file.exists():
@@ -180,18 +170,26 @@ class RunDirectory:
             elif not resumed:
                 self.log_file.write_text("")
 
-    def save(self, model, tokenizer_json: str, state: dict, metrics: dict, keep_last: int):
+    def save(self, metrics, model, optimizers, scaler, progress: Progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
 
+        All processes of a sharded model call it, the first one writes, with the whole model.
         Everything is on the disk before the rename makes it visible. Raises UserError."""
+        if not (self.processes.first or self.processes.sharded):
+            return
+        state = {"format": 2, "progress": asdict(progress), "config": asdict(config)}
+        state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
+        state["optimizers"] = [whole_state(optimizer) for optimizer in optimizers]
+        if not self.processes.first:
+            return
         final = self.path / f"checkpoint-{metrics['step']}"
         temporary = self.path / f".{final.name}.writing"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             with writing(final):
-                model.save_pretrained(temporary, tokenizer_json)
+                model.save_pretrained(temporary, data.tokenizer_json)
                 with (temporary / "training_state.pt").open("wb") as file:
-                    torch.save({"format": 2} | state, file)
+                    torch.save(state, file)
                 (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
                 sums = json.dumps({path.name: sha256(path) for path in sorted(temporary.iterdir())})
                 (temporary / "checksums.json").write_text(sums, encoding="utf-8")
@@ -205,10 +203,9 @@ class RunDirectory:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         best = best_checkpoint(self.path)
-        for path in list_checkpoints(self.path)[:-keep_last]:
-            if path != best:
-                with suppress(OSError):  # open in another program, on Windows: next time, then
-                    delete(path)
+        for path in set(list_checkpoints(self.path)[: -config.keep_last]) - {best}:
+            with suppress(OSError):  # open in another program, on Windows: next time, then
+                delete(path)
 
 
 def delete(checkpoint: Path):

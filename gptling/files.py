@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and errors that name what a disk has left."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -40,6 +41,11 @@ def sync(path: Path):
     descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def replace_text(path: Path, text: str):

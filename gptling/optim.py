@@ -42,8 +42,7 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
-    """U V^T of each x = U S V^T, (n, rows, columns), about: singular values end up near 1.
-
+    """U V^T of each x = U S V^T, (n, rows, columns), about: singular values end up near 1, by
     Newton-Schulz's iteration with the quintic polynomial of Jordan et al. 2024."""
     a, b, c = options["ns_coefficients"]
     tall = x.size(1) > x.size(2)

@@ -43,24 +43,21 @@ class Processes:
 
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if self.device == "mps":
-            raise UserError(f"--device=mps: not for {self.world_size} processes; use cpu")
+            raise UserError("--device=mps: not for several processes; use --device=cpu")
         if self.device == "cuda" and local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"{local_rank + 1} processes or more on a machine with "
-                f"{torch.cuda.device_count()} GPUs: lower --nproc_per_node, or use --device=cpu"
-            )
+            gpus = torch.cuda.device_count()
+            raise UserError(f"there are {gpus} GPUs: lower --nproc_per_node, or --device=cpu")
         # Decisions travel between CPUs also where gradients do not, so that no GPU waits for them.
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
         try:
             if self.device == "cuda":
                 torch.cuda.set_device(local_rank)
-            store = fresh_store(next(rendezvous("env://"))[0], self.rank, self.world_size)
             ranks = {"rank": self.rank, "world_size": self.world_size}
+            store = fresh_store(next(rendezvous("env://"))[0], **ranks)
             dist.init_process_group(backend, store=store, **ranks)
         except (RuntimeError, ValueError) as error:  # a port or a GPU in use, a machine not reached
             reason = str(error).partition("\n")[0]
-            names = f"process {self.rank} of {self.world_size}"
-            raise UserError(f"{names} cannot join: {reason}") from None
+            raise UserError(f"process {self.rank} cannot join: {reason}") from None
 
     @property
     def first(self) -> bool:
@@ -102,6 +99,8 @@ class Processes:
         are their mean. fsdp: shard parameters, gradients and so the optimizer's state over them,
         block by block; what one needs is gathered when it is used (FSDP2)."""
         self.sharded = fsdp and self.world_size > 1
+        if self.sharded and getattr(autocast, "fast_dtype", None) == torch.float16:
+            raise UserError("--fsdp: float16's scale is not shared; use another --dtype")
         if not self.sharded:
             model.to(self.device)
         if self.world_size == 1:
@@ -120,8 +119,7 @@ class Processes:
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         parallel = DistributedDataParallel(model, broadcast_buffers=False)
         for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
-            idx = torch.zeros(1, model.config.block_size, dtype=torch.int64)
-            idx = self.to_device(idx)
+            idx = self.to_device(torch.zeros(1, model.config.block_size, dtype=torch.int64))
             with autocast:
                 loss = parallel(idx, idx)[1]
             loss.backward()

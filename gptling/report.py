@@ -112,20 +112,14 @@ class Report:
 
 def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]:
     """Two lines from the model, as a taste of where it is."""
-    if not (processes.first or processes.sharded):
+    if not (processes.first or processes.sharded):  # shards need all processes
         return []
-    device = next(model.buffers()).device
+    device = model.drawable.device
     generator = torch.Generator(device).manual_seed(seed)
     idx = torch.tensor([[start_token(tokenizer)]], device=device)
     model.eval()
-    ids, text = [], ""
-    for token in model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator):
-        ids.append(token.item())
-        text = tokenizer.decode(ids)  # all of them: a character may take several tokens
-        lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-        enough = len(lines) > 2 or (len(lines) == 2 and lines[1].endswith("\n"))
-        if enough and not processes.sharded:  # there all must take part in every token
-            break
+    tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
+    text = tokenizer.decode([token.item() for token in tokens])
     model.train()
     return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]
 
@@ -189,6 +183,9 @@ def draw_curves(out_dir: Path):
     axes.grid(alpha=0.3)
     axes.legend()
     temporary = out_dir / ".loss.png.writing"
-    with writing(out_dir / "loss.png"):
-        figure.savefig(temporary, format="png")
-        temporary.replace(out_dir / "loss.png")
+    try:
+        with writing(out_dir / "loss.png"):
+            figure.savefig(temporary, format="png")
+            temporary.replace(out_dir / "loss.png")
+    finally:
+        temporary.unlink(missing_ok=True)

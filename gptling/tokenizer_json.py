@@ -6,7 +6,6 @@ The format: https://huggingface.co/docs/tokenizers
 import itertools
 import json
 import math
-import os
 import re
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from gptling.cli import UserError
 from gptling.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
+MAX_JSON = 1 << 26  # bytes of a tokenizer.json, which has about 40 a token
+MAX_PATTERN = 1 << 18  # characters of the pattern and the special tokens: they are compiled
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
 # GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -24,80 +25,57 @@ BPE_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
-MAX_JSON = 1 << 26  # bytes of a tokenizer.json, which has about 40 a token
-MAX_PATTERN = 1 << 18  # characters of the pattern and the special tokens: they are compiled
-
-
-def has_all_bytes(ranks: dict[bytes, int]) -> bool:
-    """Whether a tokenizer with these tokens can encode every text."""
-    return all(bytes([byte]) in ranks for byte in range(256))
-
-
-def _byte_letters():
-    """ByteLevel's printable letter for each byte, which GPT-2's vocabulary files are written in:
-    the byte's own Latin-1 character if that is visible, otherwise the next one from 256 on."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {b: chr(b) for b in visible} | {b: chr(256 + i) for i, b in enumerate(hidden)}
-
-
-BYTE_TO_LETTER = _byte_letters()
+# ByteLevel's printable letter for each byte, which vocabularies are written in: the byte's own
+# Latin-1 character if that is visible, otherwise the next one from 256 on.
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTE_TO_LETTER = {b: chr(b) for b in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(HIDDEN)}
 LETTER_TO_BYTE = {letter: byte for byte, letter in BYTE_TO_LETTER.items()}
+TOKENIZER_JSON = """{
+    "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": ""}, "behavior": "Isolated", "invert": false},
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}
+    ]},
+    "post_processor": null,
+    "decoder": {
+        "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false
+    },
+    "model": {
+        "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+        "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+        "ignore_merges": true, "vocab": {}, "merges": []
+    }
+}"""  # ignore_merges as in tiktoken: a piece of text that is a token is that token
+
+
+def has_all_bytes(encoding: tiktoken.Encoding) -> bool:
+    """Whether a tokenizer can encode every text."""
+    return all(bytes([byte]) in encoding._mergeable_ranks for byte in range(256))
 
 
 def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
     """The text of a tokenizer.json that Hugging Face's tokenizers and load_tokenizer read alike.
 
     Raises UserError for a tokenizer that cannot be expressed there."""
-    ranks, special = encoding._mergeable_ranks, encoding._special_tokens
-    if encoding._pat_str != ANY_CHARACTER and not has_all_bytes(ranks):
+    if encoding._pat_str != ANY_CHARACTER and not has_all_bytes(encoding):
         raise UserError(f"tokenizer {encoding.name!r}: only one of characters may lack bytes")
-    if twice := [text for text in special if text.encode() in ranks]:
-        raise UserError(f"tokenizer {encoding.name!r}: {twice[0]} is both special and plain text")
-
-    def letters(token):
-        return token.decode("latin-1").translate(BYTE_TO_LETTER)
-
-    merges = []
-    for token in sorted(ranks, key=ranks.get):
-        parts = _last_parts(ranks, token)
-        if len(parts) == 2 and all(part in ranks for part in parts):
-            merges.append([letters(part) for part in parts])
+    ranks = encoding._mergeable_ranks
+    letters = {token: token.decode("latin-1").translate(BYTE_TO_LETTER) for token in ranks}
+    tokenizer = json.loads(TOKENIZER_JSON)
+    tokenizer["added_tokens"] = [
+        {"id": id, "content": content, "special": True}
+        | dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+        for content, id in sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    ]
     # {1,3}+ is possessive for tiktoken and a repetition for Hugging Face's engine. Nothing follows
     # it in an alternative, so that without the + both mean the same.
     pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", encoding._pat_str)
-    plain = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
-    added = [
-        {"id": id, "content": content, "special": True} | plain
-        for content, id in sorted(special.items(), key=lambda item: item[1])
-    ]
-    split = {"type": "Split", "pattern": {"Regex": pattern}}
-    split |= {"behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    byte_level |= {"use_regex": False}
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": True,  # as tiktoken: a piece that is a token is that token
-        "vocab": {letters(token): rank for token, rank in ranks.items()},
-        "merges": merges,
-    }
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    tokenizer["model"]["vocab"] = {letters[token]: rank for token, rank in ranks.items()}
+    parts = (_last_parts(ranks, token) for token in sorted(ranks, key=ranks.get))
+    pairs = ([letters.get(part) for part in last] for last in parts if len(last) == 2)
+    tokenizer["model"]["merges"] = [pair for pair in pairs if None not in pair]
     return json.dumps(tokenizer, ensure_ascii=False)
 
 
@@ -123,31 +101,40 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
     Raises UserError where there is none, or one that is not a byte-level BPE or takes more memory
     than its size allows for."""
     file = Path(path) / "tokenizer.json"
-    if not os.path.exists(file) and os.path.exists(file.with_name("vocab.json")):
-        file = file.with_name("vocab.json")
-    if not os.path.exists(file):
-        raise UserError(f"{file}: not found; the tokenizer belongs there")
-    tokenizer = read_json(file, MAX_JSON)
-    if file.name == "vocab.json":
-        tokenizer = _from_vocab(tokenizer, file.with_name("merges.txt"))
+    published = not file.exists() and file.with_name("vocab.json").exists()
+    file = file.with_name("vocab.json") if published else file
+    name, stored = file.parent.name, read_json(file, MAX_JSON)
     try:
-        return _from_json(tokenizer, Path(path).name)
+        if published:
+            lines = file.with_name("merges.txt").read_text(encoding="utf-8").split("\n")
+            merges = [line for line in lines if line and not line.startswith("#version")]
+            special = {token: id for token, id in stored.items() if token == END_OF_TEXT}
+            return _checked_encoding(name, GPT2_PATTERN, special, stored, merges)
+        pattern, model = _split_pattern(stored["pre_tokenizer"]), stored["model"]
+        special = {token["content"]: token["id"] for token in stored["added_tokens"]}
+        return _checked_encoding(name, pattern, special, model["vocab"], model["merges"])
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"{file}: not a byte-level BPE as prepare.py writes it ({error!r:.200})"
-        ) from None
+        words = f"not a byte-level BPE as prepare.py writes it ({error!r:.200})"
+        raise UserError(f"{file}: {words}") from None
 
 
-def _from_json(tokenizer, name):
-    pattern = _split_pattern(tokenizer["pre_tokenizer"])
-    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    vocab = tokenizer["model"]["vocab"]
+def _split_pattern(pre_tokenizer):
+    if pre_tokenizer["type"] == "ByteLevel" and not pre_tokenizer["add_prefix_space"]:
+        return GPT2_PATTERN
+    split, byte_level = pre_tokenizer["pretokenizers"]
+    types = split["type"], byte_level["type"], byte_level["use_regex"]
+    if types != ("Split", "ByteLevel", False):
+        raise ValueError("its pre_tokenizer is another")
+    return split["pattern"]["Regex"]
+
+
+def _checked_encoding(name, pattern, special, vocab, merges):
     ranks = {
         bytes(LETTER_TO_BYTE[letter] for letter in token): id
         for token, id in vocab.items()
         if token not in special
     }
-    merges = [m.split(" ") if type(m) is str else m for m in tokenizer["model"]["merges"]]
+    merges = [merge.split(" ") if type(merge) is str else merge for merge in merges]
     order = [vocab[a + b] for a, b in merges]
     if order != sorted(order):
         raise ValueError("ids that are not in the order of the merges")
@@ -157,11 +144,11 @@ def _from_json(tokenizer, name):
         raise ValueError(f"ids that are not unique, or not from 0 to {limit - 1}")
     if len(pattern) + sum(map(len, special)) > MAX_PATTERN:
         raise ValueError("its pattern and special tokens are too long")
-    if pattern != ANY_CHARACTER and not has_all_bytes(ranks):
-        raise ValueError("it lacks bytes, which only a tokenizer of characters may")
     safe = _whole_pattern(pattern)
     encoding = tiktoken.Encoding(name, pat_str=safe, mergeable_ranks=ranks, special_tokens=special)
     encoding._pat_str, encoding.engine_pattern = pattern, safe
+    if pattern != ANY_CHARACTER and not has_all_bytes(encoding):
+        raise ValueError("it lacks bytes, which only a tokenizer of characters may")
     return encoding
 
 
@@ -174,33 +161,6 @@ def _whole_pattern(pattern):
     if r"\K" in pattern:  # moves the beginning of a match
         raise ValueError("its pattern has \\K")
     return rf"\G(?:{pattern})(?!\G)|[\s\S]"
-
-
-def _from_vocab(vocab, merges_file):
-    """What a tokenizer.json would hold instead of GPT-2's vocab.json and merges.txt."""
-    try:
-        lines = merges_file.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{merges_file}: not found; it belongs beside vocab.json") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{merges_file}: cannot be read: {error}") from None
-    merges = [line for line in lines if line and not line.startswith("#version")]
-    special = [{"content": END_OF_TEXT, "id": vocab[END_OF_TEXT]}] if END_OF_TEXT in vocab else []
-    return {
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
-        "added_tokens": special,
-        "model": {"vocab": vocab, "merges": merges},
-    }
-
-
-def _split_pattern(pre_tokenizer):
-    if pre_tokenizer["type"] == "ByteLevel" and not pre_tokenizer["add_prefix_space"]:
-        return GPT2_PATTERN
-    split, byte_level = pre_tokenizer["pretokenizers"]
-    types = split["type"], byte_level["type"], byte_level["use_regex"]
-    if types != ("Split", "ByteLevel", False):
-        raise ValueError("its pre_tokenizer is another")
-    return split["pattern"]["Regex"]
 
 
 def copy_tokenizer(encoding: tiktoken.Encoding) -> tiktoken.Encoding:

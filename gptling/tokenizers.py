@@ -1,4 +1,4 @@
-"""Tokenizers: each is a tiktoken.Encoding, and is stored as Hugging Face's tokenizer.json.
+"""Tokenizers: each is a tiktoken.Encoding, stored as Hugging Face's tokenizer.json.
 
     encoding = build_tokenizer("char", ["some text"])
     ids = encode(encoding, "text")                    # numpy array of uint32
@@ -20,31 +20,12 @@ import numpy as np
 import tiktoken
 
 from gptling.cli import UserError, optional_package
-from gptling.tokenizer_json import (
-    ANY_CHARACTER,
-    BPE_PATTERN,
-    END_OF_TEXT,
-    has_all_bytes,
-    load_tokenizer,
-    tokenizer_to_json,
-)
-
-__all__ = [
-    "END_OF_TEXT",
-    "TOKENIZERS",
-    "build_tokenizer",
-    "bytes_per_token",
-    "encode",
-    "load_tokenizer",
-    "start_token",
-    "tokenizer_to_json",
-]
+from gptling.tokenizer_json import ANY_CHARACTER, BPE_PATTERN, END_OF_TEXT, has_all_bytes
+from gptling.tokenizer_json import load_tokenizer as load_tokenizer
+from gptling.tokenizer_json import tokenizer_to_json as tokenizer_to_json
 
 BPE_SAMPLE = 100_000_000  # characters that a BPE is trained on, at most
 SAMPLE_PIECE = 1 << 16  # characters that are drawn or left out together
-
-
-# ---------------------------------------------------------------------------- kinds
 
 
 def make_char(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
@@ -67,9 +48,9 @@ def make_byte(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
 
 def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
     """A byte-level BPE of `vocab_size` tokens (0: 4,096), end-of-text always among them, trained
-    by rustbpe on BPE_SAMPLE characters of the texts at most.
+    by rustbpe on BPE_SAMPLE characters of the texts at most: the same texts give the same tokens.
 
-    The same texts give the same tokens. Raises UserError where they have too few pairs to merge."""
+    Raises UserError where they have too few pairs to merge."""
     trainer = optional_package("rustbpe", "rustbpe").Tokenizer()
     vocab_size = vocab_size or 4096
     sample = iter(draw_sample(texts, BPE_SAMPLE))
@@ -78,10 +59,8 @@ def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktok
     ranks = dict(trainer.get_mergeable_ranks())
     tokens = sorted(ranks, key=ranks.get)
     if len(tokens) < vocab_size - 1:
-        raise UserError(
-            f"--vocab_size={vocab_size}: this text is used up at {len(tokens) + 1}; "
-            "give that or less, or more text"
-        )
+        used_up = f"this text is used up at {len(tokens) + 1}"
+        raise UserError(f"--vocab_size={vocab_size}: {used_up}: give that or less, or more text")
     return _encoding("bpe", BPE_PATTERN, tokens, end_of_text=True)
 
 
@@ -91,14 +70,10 @@ FIXED_SIZE = ("char", "byte")  # those of them that have no vocab_size to choose
 
 def check_vocab_size(kind: str, vocab_size: int):
     """Raises ValueError for a size, other than 0, that this kind of tokenizer cannot have."""
-    sized = [name for name in TOKENIZERS if name not in FIXED_SIZE]
-    if vocab_size and kind not in sized:
-        words = f"is for --tokenizer {' or '.join(sized)}, not {kind}"
-        raise ValueError(f"--vocab_size={vocab_size} {words}")
+    if vocab_size and (kind in FIXED_SIZE or kind not in TOKENIZERS):
+        raise ValueError(f"--vocab_size={vocab_size} is for --tokenizer bpe, not {kind}")
     if vocab_size and not 257 <= vocab_size <= 1_000_000:
-        raise ValueError(
-            f"--vocab_size={vocab_size}: from 257 (bytes and end-of-text) to 1,000,000"
-        )
+        raise ValueError(f"--vocab_size={vocab_size}: from 257 (bytes, end-of-text) to 1,000,000")
 
 
 def _encoding(name, pattern, tokens, end_of_text):
@@ -109,9 +84,8 @@ def _encoding(name, pattern, tokens, end_of_text):
 
 
 def draw_sample(texts: Iterable[str], size: int) -> list[str]:
-    """All of the texts, or pieces from everywhere in them that have `size` characters at most.
-
-    The same texts give the same sample."""
+    """All of the texts, or pieces from everywhere in them that have `size` characters at most: the
+    same ones for the same texts."""
     sample, length, share, rng = [], 0, 1.0, random.Random(0)
     for text in texts:
         for i in range(0, len(text), SAMPLE_PIECE):
@@ -136,12 +110,12 @@ def build_tokenizer(
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
     if Path(kind, "tokenizer.json").is_file():
         encoding = load_tokenizer(kind)
-        if not has_all_bytes(encoding._mergeable_ranks):
+        if not has_all_bytes(encoding):
             raise UserError(f"tokenizer {kind!r} does not know every text: give one of bytes")
         return encoding
-    if kind not in tiktoken.list_encoding_names():
-        names = ", ".join([*TOKENIZERS, *sorted(tiktoken.list_encoding_names())])
-        raise UserError(f"unknown tokenizer {kind!r}: there are {names}")
+    names = sorted(tiktoken.list_encoding_names())
+    if kind not in names:
+        raise UserError(f"unknown tokenizer {kind!r}: there are {', '.join([*TOKENIZERS, *names])}")
     try:
         return tiktoken.get_encoding(kind)
     except OSError as error:  # requests' errors are OSErrors
@@ -149,9 +123,6 @@ def build_tokenizer(
             f"tokenizer {kind!r}: no vocabulary ({type(error).__name__}); tiktoken downloads it "
             "once: connect, or set TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from None
-
-
-# ---------------------------------------------------------------------------- use
 
 
 def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:

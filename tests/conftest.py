@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and tests run side by side
+
 import pytest
 
 from gptling.cli import run

@@ -1,13 +1,14 @@
 """Flags, presets and the errors of both."""
 
 import re
+import signal
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import pytest
 import tyro
 
-from gptling.cli import UserError, check_numbers, load, read_preset
+from gptling.cli import UserError, check_numbers, load, optional_package, read_preset, run
 from prepare import PrepareConfig
 from sample import SampleConfig
 from tests.conftest import ROOT, output_of, run_script
@@ -221,6 +222,62 @@ def test_presets_have_the_sizes_they_name(preset, parameters):
     c = TrainConfig(**read_preset(TrainConfig, ROOT / "config" / f"{preset}.toml"))
     n = 12 * c.n_layer * c.n_embd**2 + c.n_embd * (50257 if preset == "gpt2" else 65)
     assert n / 1e6 == pytest.approx(parameters, rel=0.02)
+
+
+# ---------------------------------------------------------------------------- errors
+
+
+def ending(error, capsys):
+    """Exit code and standard error of a script that raises `error`."""
+
+    def main():
+        raise error
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as exit:
+            run(main)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return exit.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error, code, named",
+    [
+        (UserError("data/x is not there"), 1, "error: data/x is not there\n"),
+        (UserError("two\nlines, \x1b[31mred"), 1, "error: two lines, \\x1b[31mred\n"),
+        (UserError("x" * 5000), 1, "x ... x"),
+        (MemoryError(), 1, "out of memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 8 bytes"), 1, "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), 1, "out of memory"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_script_ends_with_one_line(error, code, named, capsys):
+    found, text = ending(error, capsys)
+    assert found == code and named in text and text.count("\n") == (code == 1)
+    assert text.replace("\n", "").isprintable() and len(text) < 1100
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ValueError("a bug"), OSError("a bug")])
+def test_a_bug_keeps_its_traceback(error, capsys):
+    with pytest.raises(type(error), match="a bug"):
+        ending(error, capsys)
+
+
+def test_the_first_of_several_processes_has_time_to_speak(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    assert ending(UserError("mine"), capsys)[0] == 1 and not waited
+    monkeypatch.setenv("RANK", "1")
+    assert "mine" in ending(UserError("mine"), capsys)[1] and waited == [5]
+
+
+def test_a_package_that_is_missing_is_named_with_the_remedy():
+    assert optional_package("json", "nothing").loads("1") == 1
+    with pytest.raises(UserError, match=r"No module named 'no_such'.*: pip install something$"):
+        optional_package("no_such", "something")
 
 
 # ---------------------------------------------------------------------------- help

@@ -41,6 +41,7 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here):
     assert not list(run.glob(".loss.png*"))
 
 
+@pytest.mark.slow
 def test_weights_and_biases_takes_the_log_without_network(here):
     pytest.importorskip("wandb", reason="Weights & Biases: pip install wandb")
     flags = ["--dataset=mine", *TINY, "--wandb=True", "--max_iters=5"]
@@ -49,7 +50,13 @@ def test_weights_and_biases_takes_the_log_without_network(here):
     assert b"val_loss" in file.read_bytes()
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "matplotlib", "wandb"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "matplotlib",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorboard", "wandb")),
+    ],
+)
 def test_what_is_not_installed_is_left_out_or_named(here, package):
     """Packages are hidden by a finder that says they are not there."""
     hide = (

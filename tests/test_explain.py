@@ -248,7 +248,7 @@ def test_a_page_that_cannot_be_finished_leaves_the_older_one(tmp_path, monkeypat
     page.write_text("older")
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.write_text", full)
-        with pytest.raises(UserError, match=r"page\.html.*No space left.*MB are left"):
+        with pytest.raises(UserError, match=r"page\.html.*disk is full.*MB are left"):
             write_page(page, {})
     assert page.read_text() == "older" and list(tmp_path.iterdir()) == [page]
 

@@ -56,7 +56,7 @@ def prepared(raw, tokenizer):
 
 def comes_back(text, tokenizer):
     expected = text.removeprefix("\ufeff")
-    if not expected or "\0" in text:
+    if not expected:
         with pytest.raises(UserError):
             prepared(text.encode(), tokenizer)
         return
@@ -75,10 +75,10 @@ def come_back_or_are_refused(raw):
     try:
         text = raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        with pytest.raises(UserError, match=f"byte {error.start} |NUL"):
+        with pytest.raises(UserError, match=f"byte {error.start} "):
             prepared(raw, "byte")
         return
-    if text and "\0" not in text:
+    if text:
         ids, encoding = prepared(raw, "byte")
         assert bytes(ids) == text.encode() and encoding.decode(ids) == text
 

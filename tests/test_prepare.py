@@ -8,12 +8,16 @@ import os
 import numpy as np
 import pytest
 
-from gptling import corpus, shards, sources
+from gptling import corpus, shards
 from gptling.cli import UserError
-from gptling.corpus import documents
-from gptling.shards import TokenShards, encode_on_all_cores
-from gptling.sources import embedded_corpus, find_sources
-from gptling.splits import VALIDATION, training_part, validation_size
+from gptling.corpus import documents, embedded_corpus, find_sources
+from gptling.shards import (
+    VALIDATION,
+    TokenShards,
+    encode_on_all_cores,
+    training_part,
+    validation_size,
+)
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, load_tokenizer
 from prepare import PrepareConfig, prepare
 from tests.conftest import output_of, run_here
@@ -145,14 +149,14 @@ def test_a_download_is_checked_by_its_sha256(tmp_path, monkeypatch):
     (tmp_path / "original").write_text("all the world's a stage\n" * 10)
     address = (tmp_path / "original").as_uri()
     digest = hashlib.sha256((tmp_path / "original").read_bytes()).hexdigest()
-    monkeypatch.setitem(sources.DOWNLOADS, "shakespeare", (address, "0" * 64))
+    monkeypatch.setitem(corpus.DOWNLOADS, "shakespeare", (address, "0" * 64))
     with pytest.raises(UserError, match="another sha256"):
         prepare(PrepareConfig(("shakespeare",)))
     assert list((tmp_path / "data").iterdir()) == []
-    monkeypatch.setitem(sources.DOWNLOADS, "shakespeare", (address, digest))
+    monkeypatch.setitem(corpus.DOWNLOADS, "shakespeare", (address, digest))
     data = prepare(PrepareConfig(("shakespeare",)))
     assert "all the world" in split_text(data, "train")
-    monkeypatch.setitem(sources.DOWNLOADS, "shakespeare", ("http://127.0.0.1:9/", digest))
+    monkeypatch.setitem(corpus.DOWNLOADS, "shakespeare", ("http://127.0.0.1:9/", digest))
     with pytest.raises(UserError, match=r"python prepare.py shakespeare.txt"):
         prepare(PrepareConfig(("shakespeare",), name="again"))
 
@@ -169,6 +173,7 @@ def test_the_tokenizer_of_other_data_or_of_a_checkpoint_is_taken(tmp_path):
     assert process.returncode == 1 and b"data/char" in process.stderr
 
 
+@pytest.mark.slow
 def test_a_bpe_is_the_same_for_the_same_text(tmp_path):
     pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
     text = "\n".join(embedded_corpus().values())

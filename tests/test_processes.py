@@ -103,6 +103,16 @@ def test_processes_share_a_step_in_micro_batches(batch, accumulation, processes,
     assert micro_batches(config, processes) == expected
 
 
+def test_two_processes_give_the_weights_of_one(here):
+    flags = [*FLAGS, "--batch_size=4", "--max_iters=3"]
+    two = torchrun("float64.py", *flags, "--out_dir=out/two", cwd=here)
+    process = run_script(here / "float64.py", *flags, "--out_dir=out/one", cwd=here)
+    assert process.returncode == 0, process.stderr
+    assert "2 processes" in finish(two)
+    one, two = (weights(here / "out" / name, step=3) for name in ("one", "two"))
+    assert largest_difference(one, two) < 1e-12
+
+
 @pytest.mark.slow
 def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here):
     split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
@@ -229,6 +239,7 @@ def test_a_mistake_is_one_message_of_the_first_process(here, arguments, named):
     assert not (here / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(here):
     """Started by hand, without torchrun: the first process listens where another does already."""
     import socket

@@ -1,54 +1,124 @@
-"""What the README says is true: its lengths, its presets and flags, its Python."""
+"""What README.md, docs/ and the scripts' own examples say is true: their commands have flags and
+presets that exist, their Python runs, their links lead somewhere."""
 
+import contextlib
+import io
+import os
 import re
+import runpy
 import shlex
-import subprocess
-import sys
+import tomllib
 
 import pytest
 
-from config import load
+from gptling.cli import CONFIG, load
 from prepare import PrepareConfig
 from sample import SampleConfig
 from tests.conftest import ROOT
 from train import TrainConfig
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = re.findall(r"python (prepare|train|sample)\.py(.*)", "".join(b for _, b in BLOCKS))
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+SCRIPTS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
+RUN_BY = {"export.md": "test_ecosystem.py", "large_corpora.md": "test_corpora.py"}  # their Python
 
 
-def test_lengths_of_files_are_those_named():
-    rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", README, re.MULTILINE)
-    assert {"model.py", "prepare.py", "train.py", "sample.py", "config/__init__.py"} == {
-        name for name, _ in rows
-    }
-    for name, lines in rows:
-        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) == int(lines), name
+def blocks(page, language):
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("script, arguments", COMMANDS)
-def test_commands_have_flags_and_presets_that_exist(script, arguments, monkeypatch):
+def commands(text):
+    """The words of each command in a block of shell, those in a pipe or behind && too."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = [*shlex.split(line, comments=True), "&&"]
+        while words:
+            end = next(i for i, word in enumerate(words) if word in ("&&", "|"))
+            yield words[:end]
+            words = words[end + 1 :]
 
+
+SHELL = [
+    (page.name, words)
+    for page in PAGES
+    for block in blocks(page, "sh")
+    for words in commands(block)
+]
+for script in SCRIPTS:
+    docstring = (ROOT / script).read_text(encoding="utf-8").split('"""')[1]
+    lines = re.findall(r"^    (.*\b(?:python|torchrun) .*)$", docstring, re.MULTILINE)
+    SHELL += [(script, words) for line in lines for words in commands(line)]
+OURS = [(page, words) for page, words in SHELL if set(SCRIPTS) & set(words)]
+
+
+def test_examples_are_found():
+    assert {script for _, words in OURS for script in SCRIPTS if script in words} == set(SCRIPTS)
+    assert {page for page, _ in OURS} >= {"README.md", *SCRIPTS}
+    assert any(words[0] == "torchrun" for _, words in OURS)
+
+
+@pytest.mark.parametrize(
+    "page, words", OURS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
+def test_commands_have_flags_and_presets_that_exist(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
-    words = shlex.split(arguments.split("|")[0].split("&&")[0], comments=True)
-    if script == "train":
-        load(TrainConfig, "", words, default_preset=ROOT / "config" / "quickstart.toml")
-    elif script == "sample":
-        load(SampleConfig, "", words, positional="run")
-    else:
-        load(PrepareConfig, "", words, positional="sources")
+    at, script = next((i, word) for i, word in enumerate(words) if word in SCRIPTS)
+    default_preset = CONFIG / "quickstart.toml" if script == "train.py" else None
+    load(SCRIPTS[script], "", words[at + 1 :], default_preset)
 
 
-@pytest.mark.parametrize("code", [code for kind, code in BLOCKS if kind == "python"])
-def test_python_runs(code, trained):
-    code = re.sub(r"out/quickstart/checkpoint-\d+", "out/mine/checkpoint-20", code)
+def test_what_commands_install_and_run_is_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for page, words in SHELL:
+        for extras in re.findall(r"^\.\[(.*)\]$", " ".join(words[-1:])):
+            assert set(extras.split(",")) <= project["optional-dependencies"].keys(), page
+        if words[:1] == ["python"] and words[1].endswith(".py"):
+            assert (ROOT / words[1]).is_file(), f"{page}: {words[1]}"
+
+
+PYTHON = [(page.name, code) for page in PAGES for code in blocks(page, "python")]
+
+
+def python_blocks():
+    for page, code in PYTHON:
+        slow = [pytest.mark.slow] if "transformers" in code else []  # whose import takes seconds
+        first = next(line for line in code.splitlines() if "import" in line)
+        if page not in RUN_BY:
+            yield pytest.param(code, marks=slow, id=f"{page}: {first}")
+
+
+@pytest.mark.parametrize("code", list(python_blocks()))
+def test_python_runs(code, trained, tmp_path):
+    if "transformers" in code:
+        pytest.importorskip("transformers", reason="pip install -e '.[test]' brings transformers")
+    code = re.sub(r"out/\w+/checkpoint-\d+", "out/mine/checkpoint-20", code)
     code = code.replace("The import statement", "12 green")
     code = code.replace("max_new_tokens=40", "max_new_tokens=8")  # transformers has no window rule
-    process = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"],
-        cwd=trained,
-        capture_output=True,
-    )
-    assert process.returncode == 0, process.stderr.decode()
-    assert process.stdout
+    (tmp_path / "block.py").write_text(code, encoding="utf-8")
+    with contextlib.chdir(trained), contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(tmp_path / "block.py"))
+    assert printed.getvalue().strip()
+
+
+@pytest.mark.parametrize("page", [page for page in RUN_BY if (ROOT / "docs" / page).exists()])
+def test_other_pages_have_a_test_of_their_own(page):
+    source = (ROOT / "tests" / RUN_BY[page]).read_text(encoding="utf-8")
+    assert f'"docs" / "{page}"' in source or f"docs/{page}" in source
+
+
+def anchor(heading):
+    """As GitHub makes it of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        name, _, heading = link.partition("#")
+        target = page.parent / name if name else page
+        assert os.path.exists(target), link
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in map(anchor, headings), link

@@ -9,8 +9,8 @@ import tokenizers
 
 from gptling import tokenizers as kinds
 from gptling.cli import UserError
+from gptling.corpus import embedded_corpus
 from gptling.shards import encode_on_all_cores
-from gptling.sources import embedded_corpus
 from gptling.tokenizer_json import BPE_PATTERN, GPT2_PATTERN, LETTER_TO_BYTE
 from gptling.tokenizers import (
     END_OF_TEXT,
@@ -160,18 +160,12 @@ def test_tokens_in_any_order_are_written_so_that_hugging_face_merges_as_tiktoken
             assert other.encode(text).ids == encoding.encode_ordinary(text), (words, text)
 
 
-@pytest.mark.parametrize(
-    "ranks, special, named",
-    [
-        ({b"a": 0, b"b": 1, b"ab": 2, b" ": 3}, {}, "lack bytes"),
-        ({bytes([i]): i for i in range(256)} | {b"<end>": 256}, {"<end>": 257}, "<end>"),
-    ],
-)
-def test_a_tokenizer_that_the_file_cannot_express_is_refused(ranks, special, named):
+def test_a_tokenizer_that_the_file_cannot_express_is_refused():
+    ranks = {b"a": 0, b"b": 1, b"ab": 2, b" ": 3}
     encoding = tiktoken.Encoding(
-        "mine", pat_str=r"\s|\S+", mergeable_ranks=ranks, special_tokens=special
+        "mine", pat_str=r"\s|\S+", mergeable_ranks=ranks, special_tokens={}
     )
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match="lack bytes"):
         tokenizer_to_json(encoding)
 
 

@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from gptling.checkpoints import RunDirectory, list_checkpoints
+from gptling.checkpoints import Progress, RunDirectory, list_checkpoints
 from gptling.cli import UserError
 from gptling.dataset import Dataset, get_batch, open_tokens, prefetch
 from gptling.optim import Muon
@@ -211,28 +212,36 @@ def test_evaluation_covers_every_token_of_the_split_once(n_tokens):
 # ---------------------------------------------------------------- checkpoints
 
 
+def saver(directory):
+    """A function that saves a tiny model there, with its metrics."""
+    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, Processes("cpu"))
+    data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
+    scaler, config = torch.amp.GradScaler("cpu", enabled=False), TrainConfig(keep_last=2)
+    return lambda metrics: run.save(metrics, model, [], scaler, Progress(), config, data)
+
+
 def test_the_best_and_the_last_checkpoints_stay(tmp_path):
-    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(tmp_path, Processes("cpu"))
+    save = saver(tmp_path)
     for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.6], start=1):
         metrics = {"step": step * 5, "val_loss": loss}
-        run.save(model, '{"added_tokens": []}', {}, metrics, keep_last=2)
+        save(metrics)
     assert [path.name for path in list_checkpoints(tmp_path)] == [
         "checkpoint-10", "checkpoint-20", "checkpoint-25",
     ]  # fmt: skip
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
-    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(tmp_path, Processes("cpu"))
-    run.save(model, '{"added_tokens": []}', {}, {"step": 1, "val_loss": 1}, 2)
+    save = saver(tmp_path)
+    save({"step": 1, "val_loss": 1})
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    for module, name in ((torch, "save"), (model, "save_pretrained")):
+    for module, name in ((torch, "save"), (GPT, "save_pretrained")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
-            with pytest.raises(UserError, match="No space left"):
-                run.save(model, '{"added_tokens": []}', {}, {"step": 2, "val_loss": 1}, 2)
+            with pytest.raises(UserError, match="disk is full"):
+                save({"step": 2, "val_loss": 1})
         assert list(tmp_path.glob("*checkpoint*")) == [tmp_path / "checkpoint-1"]
 
 

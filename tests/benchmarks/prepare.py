@@ -21,8 +21,8 @@ from report import ROOT, in_turns, machine, peak_megabytes, spread, table
 
 def worker(case: dict):
     """prepare.py as a user runs it, or tiktoken on pieces in memory: in one thread, or in ours."""
+    from gptling.corpus import embedded_corpus
     from gptling.shards import encode_on_all_cores
-    from gptling.sources import embedded_corpus
     from gptling.tokenizers import build_tokenizer
 
     text = Path(case["file"])
@@ -55,7 +55,7 @@ def worker(case: dict):
 
 
 def main(megabytes: int, repetitions: int):
-    from gptling.sources import embedded_corpus
+    from gptling.corpus import embedded_corpus
 
     corpus = "\n".join(embedded_corpus().values()) + "\n"
     with tempfile.TemporaryDirectory() as directory:
