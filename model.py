@@ -29,9 +29,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-# "gpt2" in config.json makes other programs open a checkpoint as a GPT-2. Other parameters or
-# fields of GPTConfig are noticed; give another name here for a change that neither of them shows,
-# such as another activation, mask or normalisation without parameters.
+# "gpt2" in config.json makes other programs open a checkpoint as a GPT-2. Other modules, parameters
+# and fields of GPTConfig are noticed; give another name here for a change that none of them shows,
+# such as another activation or mask.
 ARCHITECTURE = "gpt2"
 END_OF_TEXT = "<|endoftext|>"
 
@@ -129,8 +129,10 @@ class MultiHeadAttention(nn.Module):
             k, v = cache.append(k, v, self.block_size)
         dropout_p = self.dropout if self.training else 0.0
         if padding_mask is None and (past == 0 or q.size(2) == 1):
-            # The kernel's own triangle has query 0 at key 0; one query after a past sees all keys.
-            y = self.attend(q, k, v, is_causal=self.causal and past == 0, dropout_p=dropout_p)
+            # The kernel's own triangle, in the place of an equal causal_mask, has query 0 at key 0;
+            # one query after a past sees all keys.
+            is_causal = self.causal if past == 0 else False
+            y = self.attend(q, k, v, is_causal=is_causal, dropout_p=dropout_p)
         else:
             mask, has_key = self.may_attend(q, k, past, padding_mask)
             y = self.attend(q, k, v, attn_mask=mask, dropout_p=dropout_p) * has_key
@@ -277,7 +279,8 @@ GPT2_CONSTANTS |= {"add_cross_attention": False, "tie_word_embeddings": True}
 
 
 def model_type(model: nn.Module) -> str:
-    """ARCHITECTURE, or "gptling" for one that is called gpt2 and has other parameters or fields."""
+    """ARCHITECTURE, or "gptling" for one that is called gpt2 and has other modules, parameters or
+    fields."""
     config, C = model.config, model.config.n_embd
     shapes = {"wte": (config.vocab_size, C), "wpe": (config.block_size, C), "ln_f": (C,)}
     for i in range(config.n_layer):
@@ -289,6 +292,9 @@ def model_type(model: nn.Module) -> str:
         gpt2 |= {f"{n}.bias": shape[:1] for n, shape in shapes.items() if n not in ("wte", "wpe")}
     same = gpt2 == {name: tuple(p.shape) for name, p in model.named_parameters()}
     same = same and {field.name for field in fields(config)} == HF_NAMES.keys()
+    own = {GPT, Block, MultiHeadAttention, MLP}
+    theirs = {nn.Embedding, nn.LayerNorm, nn.Linear, nn.ModuleList, nn.Dropout}
+    same = same and {type(module) for module in model.modules()} <= own | theirs
     return ARCHITECTURE if same or ARCHITECTURE != "gpt2" else "gptling"
 
 
@@ -312,8 +318,10 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight  # tied, and so without memory of its own
-        for block in self.h:
-            block.attn.causal_mask = self.h[0].attn.causal_mask  # one for all layers
+        mask = self.h[0].attn.causal_mask
+        for block in self.h:  # one for all layers, where it is the same
+            if not mask.is_meta and torch.equal(block.attn.causal_mask, mask):
+                block.attn.causal_mask = mask
         # Which ids may be drawn: not those that only pad the vocabulary (see restrict_to_tokens).
         drawable = torch.ones(config.vocab_size, dtype=torch.bool)
         self.register_buffer("drawable", drawable, persistent=False)

@@ -93,7 +93,7 @@ def prepare(config: PrepareConfig) -> Path:
             progress_file.unlink(missing_ok=True)
             shutil.rmtree(output, ignore_errors=True)
         place = Place(**progress.get("place", {}))
-        first_sizes = [document.size for _, document in itertools.islice(read(sources), 10)]
+        first_sizes = [size for _, (size, _) in itertools.islice(read(sources), 10)]
 
         # ------------------------------------------------ tokenizer
         if progress:
@@ -101,7 +101,7 @@ def prepare(config: PrepareConfig) -> Path:
             encoding = load_tokenizer(output)
         else:
             documents = read(sources, "tokenizer")
-            texts = (piece for _, document in documents for piece in document.pieces)
+            texts = (piece for _, (_, pieces) in documents for piece in pieces)
             encoding = build_tokenizer(
                 config.tokenizer, texts, config.vocab_size, end_of_text=len(first_sizes) > 1
             )
@@ -112,15 +112,15 @@ def prepare(config: PrepareConfig) -> Path:
         # ------------------------------------------------ encode and write
         has_end = END_OF_TEXT in encoding.special_tokens_set
         separator = np.array([encoding.eot_token] if has_end else [], dtype=np.uint32)
-        shards = TokenShards(output, encoding.n_vocab, **progress.get("shards", {}))
         keyed = ((piece, piece[-1]) for piece in split_documents(sources, first_sizes, place))
-        for (place, split, text), ids in encode_on_all_cores(encoding, keyed):
-            shards.write(split, ids if text else separator)
-            if shards.is_full():
-                state = {"wanted": wanted, "place": asdict(place), "shards": shards.finish_shard()}
-                with writing(progress_file):
-                    replace_text(progress_file, json.dumps(state))
-        fingerprint = shards.close()
+        with writing(output):
+            shards = TokenShards(output, encoding.n_vocab, **progress.get("shards", {}))
+            for (place, split, text), ids in encode_on_all_cores(encoding, keyed):
+                shards.write(split, ids if text else separator)
+                if shards.is_full():
+                    state = {"place": asdict(place), "shards": shards.finish_shard()}
+                    replace_text(progress_file, json.dumps({"wanted": wanted} | state))
+            fingerprint = shards.close()
 
         # ------------------------------------------------ meta.json, and the name
         count, train = place.count, [length for length, _ in shards.finished]

@@ -35,7 +35,7 @@ from gptling.checkpoints import Progress, RunDirectory, list_checkpoints, resume
 from gptling.cli import CONFIG, Count, Share, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import keep_freed_memory, pick_dtype, use_float32_attention
-from gptling.loss import fused_loss
+from gptling.loss import use_fused_loss
 from gptling.optim import Muon, check_finite, load_states
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.processes import Processes, StopSignals
@@ -181,7 +181,7 @@ def main():
     processes = Processes(config.device)
     rank, world_size, device = processes.rank, processes.world_size, processes.device
     run_directory = RunDirectory(Path(config.out_dir), processes)
-    if processes.restarted():
+    if processes.restarted:
         config.resume = processes.all_reduce_max(len(list_checkpoints(config.out_dir))) > 0
         config.overwrite = not config.resume
     resumed_from, state = None, {}
@@ -215,7 +215,7 @@ def main():
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     mixed = config.dtype != "float32"
     autocast = torch.autocast(device, getattr(torch, config.dtype)) if mixed else nullcontext()
-    model.fused_loss = fused_loss  # logits are never held in float32
+    use_fused_loss(model)  # which never holds all logits in float32
     if device == "cpu":
         keep_freed_memory()
         use_float32_attention(model)
@@ -236,10 +236,9 @@ def main():
     # ------------------------------------------------------------ what is written
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
     batches = itertools.chain([next(batches)], batches)  # bad data shows before anything is written
-    run_directory.start(progress.step, resumed=bool(state), overwrite=config.overwrite)
+    run_directory.start(progress.step, config.overwrite)
     tokens_per_step = micro_batch_size * config.block_size * micro_steps * world_size
-    report = Report(config, processes, progress.step, tokens_per_step, n_parameters)
-    report.start(data.n_tokens)
+    report = Report(config, processes, progress.step, tokens_per_step, n_parameters, data.n_tokens)
 
     def save(metrics):
         """A checkpoint of now; every process gives its shards, the first one writes."""

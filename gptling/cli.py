@@ -1,16 +1,9 @@
 """The command line: flags from dataclass fields by tyro, presets, and errors of one line.
 
-    @dataclass
-    class SampleConfig:
-        top_k: int = 200  # draw from the k likeliest tokens only; 0 for all
-
-    config, given = load(SampleConfig, __doc__)
-
-gives `--top_k 200`, `--top-k=200`, and the comment is its help. A preset is a flat TOML file of the
-same keys, given before the flags. Defaults < presets from left to right < flags.
+A field `top_k: int = 200  # help` is the flag `--top_k 200` or `--top-k=200`. A preset is a flat
+TOML file of the same keys, before the flags. Defaults < presets from left to right < flags.
 """
 
-import contextlib
 import difflib
 import importlib
 import io
@@ -21,10 +14,11 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 
@@ -47,10 +41,8 @@ def optional_package(name: str, install: str) -> ModuleType:
 
 
 def run(main: Callable[[], int | None]):
-    """Run a script's main; a user's mistake becomes one line on standard error and exit code 1.
-
-    SIGTERM ends it as Ctrl-C does, so that what is half-written is taken away."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    """Run a script's main; a user's mistake becomes one line on standard error and exit code 1."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
     errors = {sys.stdin: "surrogateescape", sys.stdout: "replace", sys.stderr: "replace"}
     for stream, handling in errors.items():
         if hasattr(stream, "reconfigure"):
@@ -58,13 +50,13 @@ def run(main: Callable[[], int | None]):
     try:
         _exit(main())
     except UserError as error:
-        _fail(str(error), 1)
+        _fail(str(error))
     except (MemoryError, RuntimeError) as error:  # PyTorch has RuntimeErrors for these
         words = "out of memory" if isinstance(error, MemoryError) else str(error)
         if re.search("out of memory|not enough memory|can't allocate memory", words):
-            _fail("out of memory: a smaller batch, sequence or model takes less", 1)
+            _fail("out of memory: a smaller batch, sequence or model takes less")
         if re.search("Connection (closed|reset) by peer", words):
-            _fail("another of the processes has ended; see what it wrote", 1)
+            _fail("another of the processes has ended; see what it wrote")
         raise
     except BrokenPipeError:  # `sample.py | head`: the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -72,21 +64,23 @@ def run(main: Callable[[], int | None]):
     except OSError as error:  # of a file: the system's own words
         if error.filename is None:
             raise
-        _fail(f"{error.filename}: {error.strerror}", 1)
+        _fail(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _fail(message, code):
-    """End with a line on standard error. Of several processes the first one speaks for all."""
-    let_first_speak()
-    print(f"{Path(sys.argv[0]).name}: error: {one_line(message)}", file=sys.stderr, flush=True)
-    _exit(code)
+def _fail(message):
+    """One line on standard error, whatever control characters a file's name may hold."""
+    text = " ".join(message.splitlines())
+    text = text if len(text) < 1000 else f"{text[:500]} ... {text[-400:]}"
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    _let_first_speak()
+    print(f"{Path(sys.argv[0]).name}: error: {text}", file=sys.stderr, flush=True)
+    _exit(1)
 
 
-def let_first_speak():
-    """Give the first of several processes the time to say what is wrong: torchrun then ends this
-    one meanwhile, unless the mistake is here alone."""
+def _let_first_speak():
+    """torchrun ends this process when the first one has, unless the mistake is here alone."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
@@ -99,58 +93,35 @@ def _exit(code):
     sys.exit(code)
 
 
-def one_line(message: str) -> str:
-    """It without line breaks and control characters, which a file's name may hold."""
-    text = " ".join(message.splitlines())
-    text = text if len(text) < 1000 else f"{text[:500]} ... {text[-400:]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def load(
-    cls: type,
-    description: str,
-    argv: Sequence[str] | None = None,
-    default_preset: Path | None = None,
-) -> tuple[Any, dict[str, Any]]:
+def load(cls: type, description: str, argv: list[str] | None = None, default_preset=None):
     """An instance of the dataclass `cls` from the command line, and the flags that were given.
 
     default_preset: the words before the first flag are presets, this one where there are none.
     Without it `cls` has a positional field of its own. A usage error exits with code 2."""
     words = sys.argv[1:] if argv is None else argv  # UTF-8, whatever the locale says
     argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
-    hints, values = get_type_hints(cls), {}
+    hints, default = get_type_hints(cls), cls()
     if default_preset:
         first = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
         presets, argv = argv[:first], argv[first:]
         for preset in presets or [default_preset]:
-            values |= read_preset(cls, preset)
+            # Its numbers are checked together with the flags, which may mend them.
+            vars(default).update(read_preset(cls, preset))
     names = [re.sub("=.*", "", word[2:]).replace("-", "_") for word in argv if word[:2] == "--"]
-    default = cls()
-    for name, value in values.items():  # checked together with the flags, which may mend them
-        setattr(default, name, value)
+    options = {"prog": Path(sys.argv[0]).name, "description": description.strip()}
+    options |= {"use_underscores": True, "config": (tyro.conf.FlagConversionOff,)}
     first = os.environ.get("RANK", "0") == "0"
     try:
-        with contextlib.nullcontext() if first else contextlib.redirect_stderr(io.StringIO()):
-            config = tyro.cli(
-                cls,
-                args=spell_out(argv, hints),
-                prog=Path(sys.argv[0]).name,
-                description=description.strip(),
-                default=default,
-                use_underscores=True,
-                console_outputs=first,
-                config=(tyro.conf.FlagConversionOff,),
-            )
-    except UserError as error:
-        _fail(str(error), 2)
+        with redirect_stderr(sys.stderr if first else io.StringIO()):
+            config = tyro.cli(cls, args=spell_out(argv, hints), default=default, **options)
     except SystemExit as exit:
         if exit.code:
-            let_first_speak()
+            _let_first_speak()
         raise
     return config, {name: getattr(config, name) for name in names if name in hints}
 
 
-def spell_out(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
+def spell_out(argv: list[str], hints: dict[str, Any]) -> list[str]:
     """The command line as tyro wants it: --resume is --resume=True, and true is True. An unknown
     flag stands apart from its value, so that tyro finds the one that it is like."""
     words, rest = [], list(argv)
@@ -161,14 +132,13 @@ def spell_out(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
         values = (True, False) if hint is bool else get_args(hint)
         choices = {str(choice).lower(): choice for choice in values}
         if hint is None:
-            words += [flag, value] if equals else [flag]
+            words += word.split("=", 1)
         elif "true" not in choices:
             words.append(word)
-        elif equals:
-            words.append(f"{flag}={choices.get(value.lower(), value)}")
         else:
-            following = rest.pop(0).lower() if rest and rest[0].lower() in choices else "true"
-            words.append(f"{flag}={choices[following]}")
+            if not equals:
+                value = rest.pop(0) if rest and rest[0].lower() in choices else "true"
+            words.append(f"{flag}={choices.get(value.lower(), value)}")
     return words
 
 
@@ -187,8 +157,8 @@ def check_numbers(config: Any):
 
 
 def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
-    """The settings in a TOML file, checked against the fields of `cls`. Raises UserError."""
-    path = Path(path)
+    """The settings in a TOML file, with the types of the fields of `cls`. Raises UserError."""
+    path, hints = Path(path), get_type_hints(cls)
     if path.suffix != ".toml":
         way_out = "a text goes through prepare.py first, a run through --out_dir and --resume"
         raise UserError(f"{path}: not a preset (a .toml file); {way_out}")
@@ -199,30 +169,17 @@ def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         there = ", ".join(f"config/{file.name}" for file in sorted(CONFIG.glob("*.toml")))
         raise UserError(f"{path}: no such preset: there are {there}") from None
-    except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise UserError(f"{path}: {error}") from None
-    return {name: check(cls, name, value, str(path)) for name, value in values.items()}
-
-
-def check(cls: type, name: str, value: Any, where: str) -> Any:
-    """`value` as the type of the field `name`. Raises UserError, which names `where` it stood."""
-    hints = get_type_hints(cls)
-    if name not in hints:
-        near = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
-        raise UserError(
-            f"{where}: unknown key {name}" + "".join(f": did you mean {n}?" for n in near)
-        )
-    expected = hints[name]
-    if get_origin(expected) is Literal:
-        found = [choice for choice in get_args(expected) if str(choice) == str(value)]
-        fits, value = bool(found), found[0] if found else value
-    elif expected is float:
-        fits = type(value) in (int, float) and abs(value) <= sys.float_info.max
-        value = float(value) if fits else value
-    else:
-        fits = type(value) is expected
-    if not fits:
-        names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-        words = names.get(expected) or " or ".join(map(str, get_args(expected)))
-        raise UserError(f"{where}: {name} = {value!r:.50} is not {words}")
-    return value
+    for name, value in values.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
+            suggestion = f": did you mean {near[0]}?" if near else ""
+            raise UserError(f"{path}: unknown key {name}{suggestion}")
+        hint, choices = hints[name], get_args(hints[name])
+        if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+            values[name] = float(value)
+        elif value not in choices and (type(value) is not hint or hint is float):
+            expected = " or ".join(map(str, choices)) or hint.__name__
+            raise UserError(f"{path}: {name} = {value!r:.50}: expected {expected}")
+    return values

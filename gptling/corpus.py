@@ -1,11 +1,7 @@
-"""Documents out of files, folders, data sets of the hub, a download, and Python itself.
-
-A text of many gigabytes takes little memory, for it comes in pieces.
-"""
+"""Documents out of files, folders, data sets of the hub, a download, and Python itself."""
 
 import codecs
 import contextlib
-import functools
 import gzip
 import hashlib
 import importlib
@@ -14,8 +10,8 @@ import re
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -23,9 +19,8 @@ from gptling.cli import UserError, optional_package
 from gptling.files import writing
 
 RECORDS = (".jsonl", ".jsonl.gz", ".parquet")  # files with a document in each record
-PIECE = 1 << 20  # bytes read at a time
 UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError)
-LETTER_BEFORE_SPACE = re.compile(r"(?s).*[^\W\d_](?=\s)")
+PIECE = 1 << 20  # bytes of a text read at a time, however long it is
 DOWNLOADS = {  # name: (address, sha256)
     "shakespeare": (
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -34,42 +29,33 @@ DOWNLOADS = {  # name: (address, sha256)
 }
 
 
-@dataclass
-class Stream:
+class Stream(NamedTuple):
     """Texts that are no file here."""
 
     name: str
-    texts: Callable[[], Iterable[str]]
+    texts: Iterable[str]
 
     def __str__(self):
         return self.name
 
 
-@dataclass
-class Document:
-    """A text: its size in bytes of UTF-8, and its pieces, which give the tokens of the whole."""
-
-    size: int  # of a plain-text file as the file system has it: nothing is read for it
-    pieces: Iterable[str]  # to be read once
-
-
 Source = Path | Stream
+# A text: its size in bytes of UTF-8, and its pieces, read once, which give the tokens of the whole.
+Document = tuple[int, Iterable[str]]
 
 
 def find_sources(names: Sequence[str], downloads: Path) -> list[Source]:
-    """What stands for `names` on the command line, in a fixed order: files, the files below
-    folders, those of data sets of the hub, and named downloads, which are put into `downloads`.
-
-    Raises UserError for a folder without text and for what cannot be fetched."""
+    """What stands for `names` on the command line, in a fixed order; `downloads`: the directory to
+    download to. Raises UserError for a folder without text and for what cannot be fetched."""
     if not names:
-        return [Stream("Python's language reference", lambda: embedded_corpus().values())]
-    found: list[Source] = []
+        return [Stream("Python's language reference", embedded_corpus().values())]
+    found = []
     for name in names:
         path = Path(name)
         if name.startswith("hf:"):
             found += _hub_files(name)
         elif name in DOWNLOADS and not path.exists():
-            found.append(download(name, downloads))
+            found.append(_download(name, downloads))
         else:
             found += _files_below(path) if path.is_dir() else [path]
     return found
@@ -108,9 +94,9 @@ def _looks_like_text(file):
     try:
         with file.open(encoding="utf-8-sig") as text:
             start = text.read(8192)
+            return start != "" and "\0" not in start
     except UnicodeDecodeError:
         return False
-    return start != "" and "\0" not in start
 
 
 def _hub_files(source):
@@ -126,18 +112,12 @@ def _hub_files(source):
     except (OSError, ValueError) as error:
         raise UserError(f"{source}: {error}") from None
     n = rows.num_shards
-    shards = [functools.partial(_texts_of_rows, rows.shard(n, i)) for i in range(n)]
-    return [Stream(f"{source}, file {i} of {n}", texts) for i, texts in enumerate(shards, 1)]
-
-
-def _texts_of_rows(rows):
-    return (text for batch in rows.iter(100) for text in batch["text"])
+    return [Stream(f"{source}, file {i + 1} of {n}", rows.shard(n, i)["text"]) for i in range(n)]
 
 
 def embedded_corpus() -> dict[str, str]:
-    """Python's language reference, {topic: text}: about 370 kB of English that is always there.
-
-    A topic that mostly repeats longer ones is left out: validation text must not be trained on."""
+    """Python's language reference, {topic: text}, 370 kB of English, without topics that mostly
+    repeat longer ones: validation text must not be trained on."""
     topics = importlib.import_module("pydoc_data.topics").topics
     seen, kept = set(), set()
     for topic in sorted(topics, key=lambda topic: -len(topics[topic])):
@@ -148,33 +128,31 @@ def embedded_corpus() -> dict[str, str]:
     return {topic: topics[topic] for topic in sorted(kept)}
 
 
-def download(name: str, directory: Path) -> Path:
-    """Fetch a text of DOWNLOADS into `directory` and check its sha256. Raises UserError."""
+def _download(name, directory):
+    """Fetch a text of DOWNLOADS and check its sha256."""
     address, expected = DOWNLOADS[name]
+    file = directory / f"{name}.txt"
     try:
         with urllib.request.urlopen(address, timeout=30) as response:
             content = response.read()
     except OSError as error:
-        words = f"save it as {name}.txt and run: python prepare.py {name}.txt"
+        words = f"save it as {file.name} and run: python prepare.py {file.name}"
         raise UserError(f"{name}: cannot download {address} ({error}): {words}") from None
     if hashlib.sha256(content).hexdigest() != expected:
         raise UserError(f"{name}: what {address} gave has another sha256 than {expected}")
-    file = directory / f"{name}.txt"
     with writing(file):
         file.write_bytes(content)
     return file
 
 
 def read(
-    sources: Sequence[Source], label: str = "", first: int = 0
+    sources: Sequence[Source], label: str | None = None, first: int = 0
 ) -> Iterator[tuple[int, Document]]:
-    """(index of its source, document) for each document from `sources[first]` on, in order.
-
-    With a label, a progress bar of that name is drawn on a terminal. Raises what documents does."""
+    """(index of its source, document) for each document from `sources[first]` on, in order, with a
+    progress bar of this label on a terminal. Raises what documents does."""
     sizes = [source.stat().st_size if isinstance(source, Path) else 0 for source in sources]
     bar = dict(desc=label, initial=sum(sizes[:first]), total=sum(sizes) or None, leave=False)
-    quiet = None if label else True  # None: where there is no terminal
-    with tqdm(**bar, unit="B", unit_scale=True, disable=quiet) as progress:
+    with tqdm(**bar, unit="B", unit_scale=True, disable=None) as progress:
         for i, source in enumerate(sources[first:], start=first):
             for document in documents(source, progress.update):
                 yield i, document
@@ -182,31 +160,27 @@ def read(
 
 def documents(source: Source, count_bytes: Callable = lambda n: None) -> Iterator[Document]:
     """The documents of a source: the "text" of each line of a .jsonl or .jsonl.gz file, of each
-    row of a .parquet or hub file; any other file is one document.
-
-    count_bytes is called with the numbers of bytes that are read. Raises UserError, as the pieces
-    do, for what is not UTF-8 text, with the place, and where there is no text."""
+    row of a .parquet or hub file; any other file is one. Raises UserError, as the pieces do, for
+    what is not UTF-8 text, and where there is none. count_bytes is told how many are read."""
     texts = _read(source, count_bytes)
     if isinstance(source, Path) and not kind_of(source):
-        yield Document(source.stat().st_size, (text for text, _ in texts))
+        yield source.stat().st_size, texts  # nothing is read for its size
     else:
-        for text, size in texts:
-            yield Document(size, (text,))
+        yield from ((len(text.encode()), (text,)) for text in texts)
 
 
 def _read(source, count_bytes):
-    """(text, its bytes) of each record of a source, or of each piece of its one document."""
     number, done, empty = 1, 0, True
     try:
         with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext() as raw:
-            for text in _texts(source, raw) if raw else source.texts():
+            for text in _texts(source, raw) if raw else source.texts:
                 size = len((text or "").encode())
                 position = raw.tell() if raw else done + size
                 count_bytes(position - done)
                 number, done = number + 1, position
                 if size:
                     empty = False
-                    yield text, size
+                    yield text
     except (*UNREADABLE, RecursionError) as error:
         raise UserError(f'{source}: line {number}: no "text" can be read: {error!r:.300}') from None
     if empty:
@@ -216,8 +190,8 @@ def _read(source, count_bytes):
 def _texts(file, raw):
     kind = kind_of(file)
     if kind == ".parquet":
-        parquet = optional_package("pyarrow.parquet", "datasets")
-        for batch in parquet.ParquetFile(raw).iter_batches(100, columns=["text"]):
+        parquet = optional_package("pyarrow.parquet", "datasets").ParquetFile(raw)
+        for batch in parquet.iter_batches(100, columns=["text"]):
             yield from batch.column("text").to_pylist()
     elif kind:
         for line in gzip.open(raw) if kind == ".jsonl.gz" else raw:
@@ -236,10 +210,8 @@ def _pieces(file, raw):
         try:
             part = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            place = f"byte {offset + error.start} (0x{error.object[error.start]:02x})"
-            raise UserError(
-                f"{file}: not UTF-8 at {place}: save it as UTF-8, if it is a text"
-            ) from None
+            place = f"{offset + error.start} (0x{error.object[error.start]:02x})"
+            raise UserError(f"{file}: byte {place} is not UTF-8: save it as UTF-8") from None
         text += part.removeprefix("\ufeff") if offset == 0 else part  # the byte-order mark
         cut = safe_cut(text) if chunk else len(text)
         yield text[:cut]
@@ -250,7 +222,6 @@ def safe_cut(text: str) -> int:
     """The last place where the parts of a text give the tokens of the whole: before white space
     that follows a letter, where no tokenizer's pattern has a token in common. 0 if nowhere, but
     the end of a text that is too long to wait for such a place."""
-    letter_before_space = LETTER_BEFORE_SPACE.match(text)
-    if letter_before_space:
+    if letter_before_space := re.match(r"(?s).*[^\W\d_](?=\s)", text):
         return letter_before_space.end()
     return len(text) if len(text) > 16 * PIECE else 0

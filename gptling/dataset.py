@@ -1,8 +1,5 @@
-"""data/NAME as training reads it: splits of token ids, batches, tokenizer and fingerprint.
-
-A split is read in sequences of block_size tokens. The batch of step s is a pure function of
-(seed, s): there is no loader whose state a checkpoint would have to keep.
-"""
+"""data/NAME as training reads it, in sequences of block_size tokens. The batch of step s is a pure
+function of (seed, s): there is no loader whose state a checkpoint would have to keep."""
 
 import functools
 import itertools
@@ -21,8 +18,6 @@ from gptling.cli import UserError
 from gptling.files import read_json
 from gptling.tokenizers import bytes_per_token, load_tokenizer
 
-CHECKED = 1 << 20  # tokens looked at at a time
-
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
     """The meta.json of a data directory. Raises UserError for one that prepare.py did not write."""
@@ -34,9 +29,7 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
 
 
 def open_tokens(file: Path) -> np.ndarray:
-    """The token ids of a .npy file, (n,) uint16 or uint32, mapped into memory.
-
-    Raises UserError for another array, or a damaged file."""
+    """The token ids of a .npy file, (n,) uint16 or uint32, mapped into memory. Raises UserError."""
     try:
         if not file.is_file():  # a pipe would be waited for
             raise FileNotFoundError("no such file")
@@ -54,61 +47,49 @@ class Dataset:
     def __init__(self, name: str, block_size: int, eval_tokens: int = 0):
         self.directory = directory = Path("data") / name
         if not (directory / "meta.json").is_file():
-            found = [f"--dataset={file.parent.name}" for file in Path("data").glob("*/meta.json")]
-            raise UserError(
-                f"{directory} is not there: make it with python prepare.py YOUR.txt --name={name}"
-                + "".join(f", or take {flag}" for flag in sorted(found))
-            )
+            found = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
+            there = "".join(f", or take --dataset={name}" for name in found)
+            make = f"make it with python prepare.py YOUR.txt --name={name}"
+            raise UserError(f"{directory} is not there: {make}{there}")
         self.fingerprint = read_meta(directory)["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        self.train = [open_tokens(file) for file in sorted(directory.glob("train-*.npy"))]
-        if not self.train:
-            raise UserError(f"{directory}: no train-00000.npy in it; prepare it again")
+        files = sorted(directory.glob("train-*.npy")) or [directory / "train-00000.npy"]
+        self.train = [open_tokens(file) for file in files]
         val = open_tokens(directory / "val.npy")
         self.val = val[: eval_tokens + 1] if eval_tokens else val
         self.block_size, self.n_tokens = block_size, sum(map(len, self.train))
         for split, n in (("train", max(map(len, self.train))), ("val", len(val))):
             if n <= block_size:
-                shorter = f", or set --block_size={n - 1} or less" if n > 1 else ""
-                raise UserError(
-                    f"{directory}: the {split} split has {n} tokens, fewer than block_size + 1 = "
-                    f"{block_size + 1}, a sequence and its targets: prepare more text{shorter}"
-                )
+                few = f"the {split} split has {n} tokens, but block_size + 1 is {block_size + 1}"
+                raise UserError(f"{directory}: {few}: prepare more text, or lower --block_size")
 
-        lengths, targets = bytes_per_token(self.tokenizer), self.val[1:]
-        self.val_bytes = 0  # of the text that the validation targets stand for
-        for i in range(0, len(targets), CHECKED):
-            self.check_ids(targets[i : i + CHECKED])
-            self.val_bytes += int(lengths[targets[i : i + CHECKED]].sum())
+        lengths, self.val_bytes = bytes_per_token(self.tokenizer), 0  # of the validation targets
+        for ids in np.array_split(self.val[1:], len(self.val) // (1 << 20) + 1):  # saves memory
+            self.check_ids(ids)
+            self.val_bytes += int(lengths[ids].sum())
 
     def check_ids(self, ids: np.ndarray | torch.Tensor):
         """Raises UserError for a token id that the vocabulary does not have."""
-        highest, n_vocab = int(ids.max()), self.tokenizer.n_vocab
-        if highest >= n_vocab:
-            raise UserError(
-                f"{self.directory}: token id {highest} is beyond the vocabulary of {n_vocab}: its "
-                "tokenizer.json belongs to other data; prepare it again"
-            )
+        if ids.max() >= self.tokenizer.n_vocab:
+            other = f"token id {ids.max()} is beyond its tokenizer.json, that of other data"
+            raise UserError(f"{self.directory}: {other}; prepare it again")
 
     def batches(self, config, steps: range, processes) -> Iterator:
-        """(inputs, targets) on this process's device, for every micro-batch of these steps; each is
-        made in another thread while the one before is in use."""
+        """(inputs, targets) on this process's device, for every micro-batch of these steps."""
         micro_steps = micro_batches(config, processes.world_size)[1]
 
         def load(step, micro_step):
-            place = (step, micro_step, processes.rank, processes.world_size)
-            x, y = get_batch(self.train, config, *place)
+            ranks = processes.rank, processes.world_size
+            x, y = get_batch(self.train, config, step, micro_step, *ranks)
             self.check_ids(torch.stack([x, y]))
             return processes.to_device(x), processes.to_device(y)
 
         return prefetch(load, itertools.product(steps, range(micro_steps)))
 
     def validation_batches(self, batch_size: int, processes) -> Iterator:
-        """(inputs, targets) that cover the validation split once, this process's share of them.
-
-        Sequences follow each other without overlap; the last is filled up with targets of -100,
-        which do not count. All processes get equally many batches, as sharding needs."""
+        """(inputs, targets) that cover the validation split once, this process's share of them; the
+        last ones are filled up with targets of -100. All get equally many, as sharding needs."""
         T = self.block_size
         predictions, size = len(self.val) - 1, batch_size * T
         for i in range(math.ceil(predictions / size / processes.world_size)):
@@ -122,24 +103,18 @@ class Dataset:
 
 
 def micro_batches(config, world_size: int) -> tuple[int, int]:
-    """The sequences in a micro-batch of one process, and its micro-batches in a step.
-
-    A step takes batch_size * gradient_accumulation_steps sequences, however many processes share
-    them; at most batch_size are in memory at once. Raises UserError where they cannot be shared."""
-    sequences = config.batch_size * config.gradient_accumulation_steps
-    if sequences % world_size:
-        raise UserError(
-            f"--batch_size={config.batch_size} times --gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps} is not divisible by {world_size} processes"
-        )
-    share = sequences // world_size
+    """The sequences in a micro-batch of one process, and its micro-batches in a step: together
+    batch_size * gradient_accumulation_steps sequences, however many processes share them."""
+    share, rest = divmod(config.batch_size * config.gradient_accumulation_steps, world_size)
+    if rest:
+        product = f"--batch_size={config.batch_size} times --gradient_accumulation_steps"
+        raise UserError(f"{product} is not divisible by {world_size} processes")
     size = next(n for n in range(min(share, config.batch_size), 0, -1) if share % n == 0)
     return size, share // size
 
 
 @functools.lru_cache(maxsize=2)
 def sequence_order(n_sequences: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of 0 .. n_sequences - 1: the order of one epoch."""
     return np.random.default_rng((seed, epoch)).permutation(n_sequences)
 
 
@@ -147,9 +122,8 @@ def get_batch(shards: Sequence[np.ndarray], config, step, micro_step=0, rank=0, 
     """Inputs and targets, (B, block_size) int64 each, B as micro_batches says: a pure function.
 
     An epoch visits every sequence once, in an order drawn from (seed, epoch). Sequences do not
-    overlap; where the first one starts is drawn anew in each epoch, so that contexts differ. A step
-    takes the same sequences whatever the number of processes: micro-step m of rank r takes the
-    micro-batch m * world_size + r."""
+    overlap; where the first one starts is drawn anew in each epoch. A step takes the same ones
+    whatever the number of processes: micro-step m of rank r the micro-batch m * world_size + r."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     counts = np.array([max(len(shard) // T - 1, int(len(shard) > T)) for shard in shards])
@@ -169,8 +143,7 @@ def get_batch(shards: Sequence[np.ndarray], config, step, micro_step=0, rank=0, 
 
 
 def prefetch(load, places) -> Iterator[Any]:
-    """load(*place) for each of the places, each made in another thread while the one before is in
-    use."""
+    """load(*place) for each of the places, in another thread while the one before is in use."""
     with ThreadPoolExecutor(1) as thread:
         following = None
         for place in places:

@@ -1,7 +1,5 @@
 """Decoding at the speed of the memory: layers and a step that take the places of a model's own.
 
-    speed_up(model.eval().to(device, dtype), compile=False)  # then model.generate(...)
-
 For sampling only: the weights of replaced layers are let go. Layers are known by their type and by
 the name `attend`; what is not understood stays as it is.
 """
@@ -22,46 +20,40 @@ WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in
 
 def speed_up(model: nn.Module, compile: bool = False):
     """Let `model.generate` be fast on the device and in the dtype that the model is in; its logits
-    change by rounding alone. compile: the step of one token a row, at its first use."""
+    change by rounding alone."""
     weight = next(model.parameters())
-    on_cpu = weight.device.type == "cpu"
-    if on_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(model) and not compile:
+    on_cpu, dtype = weight.device.type == "cpu", weight.dtype
+    if on_cpu and dtype == torch.bfloat16 and use_float32_attention(model) and not compile:
         model.cache_dtype = torch.float32  # instead of a cast of all keys at every token
     if compile and on_cpu:
         replace_linears(model, RowLinear)
         for module in model.modules():
             if hasattr(module, "attend"):
                 module.attend = attend_one_query
-    elif on_cpu and model.config.n_embd >= WIDE and OneDNNLinear.is_available(weight.dtype):
-        replace_linears(model, OneDNNLinear)
+    elif on_cpu and model.config.n_embd >= WIDE and torch.backends.mkldnn.is_available():
+        bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if bf16 or dtype == torch.float32:
+            replace_linears(model, OneDNNLinear)
     if compile:
         model.decode_step = CompiledStep(model)
 
 
 def replace_linears(model: nn.Module, layer: Callable[[nn.Linear], nn.Module]):
-    """Put layer(linear) in the place of each nn.Linear; a subclass may compute something else."""
+    """Put layer(linear) in the place of each nn.Linear, not of what may compute something else."""
     modules = model.named_modules(remove_duplicate=False)
     for name in [name for name, module in modules if type(module) is nn.Linear]:
         model.set_submodule(name, layer(model.get_submodule(name)))
 
 
 class OneDNNLinear(nn.Module):
-    """A linear layer by oneDNN, with the weight in its own layout, made once.
-
-    For a single row F.linear reaches a third to a half of the memory's speed on a CPU: in float32
-    for its BLAS, in bfloat16 for the new layout that it makes at every product."""
+    """A linear layer by oneDNN, with the weight in its own layout, made once: for a single row
+    F.linear reaches a third to a half of a CPU's memory speed."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         weight = linear.weight.detach()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # 1 row; good for more
         self.bias = linear.bias
-
-    @staticmethod
-    def is_available(dtype: torch.dtype) -> bool:
-        if not torch.backends.mkldnn.is_available() or dtype == torch.float16:
-            return False
-        return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def forward(self, x):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -83,13 +75,12 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def attend_one_query(q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, **options):
+def attend_one_query(q, k, v, attn_mask=None, **options):
     """float32_attention; for one query in a compiled step written out, which Inductor fuses."""
     bool_mask = attn_mask is None or (attn_mask.dtype == torch.bool and attn_mask.dim() == 4)
-    plain = bool_mask and not (is_causal or dropout_p or options) and q.shape[:2] == k.shape[:2]
+    plain = bool_mask and not any(options.values()) and q.shape[:2] == k.shape[:2]
     if q.size(2) > 1 or not plain or not torch.compiler.is_compiling():
-        options |= {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p}
-        return float32_attention(q, k, v, **options)
+        return float32_attention(q, k, v, attn_mask, **options)
     # (B, nh, S): with a size of 1 kept at its end Inductor 2.13 reads wrong places.
     scores = (q.float() * k).sum(-1) / q.size(-1) ** 0.5
     if attn_mask is not None:
@@ -99,8 +90,7 @@ def attend_one_query(q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, **
 
 
 class CompiledStep:
-    """A model's next_logits, compiled for one token a row; a prompt runs as it is. Raises UserError
-    at the first such token where the machine has no compiler."""
+    """A model's next_logits, compiled for one token a row; a prompt runs as it is."""
 
     def __init__(self, model: nn.Module):
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException

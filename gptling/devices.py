@@ -9,9 +9,6 @@ import torch.nn.functional as F
 
 from gptling.cli import UserError
 
-# Dense bfloat16 FLOP/s of the GPUs whose data sheet (NVIDIA's) was at hand, by part of the name.
-PEAK_FLOPS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}
-
 
 def pick_device(device: str) -> str:
     """`auto` to cuda, mps or cpu. Raises UserError for a device that is not there."""
@@ -24,11 +21,8 @@ def pick_device(device: str) -> str:
 
 
 def pick_dtype(dtype: str, device: str, wide: bool) -> str:
-    """`auto` to the fastest dtype for matrix products: "float32", "bfloat16" or "float16".
-
-    bfloat16 has float32's range; float16 has not, and trains with a GradScaler. On a CPU bfloat16
-    pays where the processor has instructions for it, and the model is `wide`.
-    """
+    """`auto` to the fastest dtype for matrix products; on a CPU bfloat16 pays where it has
+    instructions for it, and the model is `wide`."""
     if dtype != "auto":
         return dtype
     if device == "cuda":
@@ -39,24 +33,20 @@ def pick_dtype(dtype: str, device: str, wide: bool) -> str:
 
 
 def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
-    """F.scaled_dot_product_attention; for q in bfloat16 on a CPU computed in float32.
-
-    The CPU's kernel is slow in bfloat16: 8 times for one query, 3 for the gradient of 64; only in
-    training on long sequences it is not. k and v may be float32 already, out of a cache."""
+    """F.scaled_dot_product_attention; in float32 for q in bfloat16 on a CPU, whose kernel takes 8
+    times as long for one query; only in training on long sequences it does not."""
     long = q.requires_grad and q.size(2) >= 256
     if q.dtype != torch.bfloat16 or q.device.type != "cpu" or long:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()
+    wide = (q.float(), k.float(), v.float())
     with torch.autocast("cpu", enabled=False):  # which would cast them back
-        y = F.scaled_dot_product_attention(
-            q.float(), k.float(), v.float(), attn_mask=attn_mask, **options
-        )
-    return y.to(q.dtype)
+        return F.scaled_dot_product_attention(*wide, attn_mask=attn_mask, **options).to(q.dtype)
 
 
 def use_float32_attention(model: nn.Module) -> bool:
-    """Let each attention layer that names its kernel `attend` use float32_attention. False for a
+    """Let each attention layer that names its kernel `attend` use float32_attention; False for a
     model without one, whose keys have to keep their dtype."""
     layers = [module for module in model.modules() if hasattr(module, "attend")]
     for layer in layers:
@@ -66,7 +56,7 @@ def use_float32_attention(model: nn.Module) -> bool:
 
 def keep_freed_memory():
     """Let glibc's malloc keep what is freed for the next step, large blocks too, which otherwise go
-    back to the system and come again as pages of zeros. Without glibc nothing changes."""
+    back to the system and come again as pages of zeros."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
@@ -76,5 +66,7 @@ def keep_freed_memory():
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:
     """The share of the GPU's peak that 6 FLOPs per parameter and token come to (Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361, without attention's); None where the peak is not known."""
-    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
+    # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
+    peaks = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}
+    peak = next((peak for name, peak in peaks.items() if name in gpu), None)
     return peak and 6 * n_parameters * tokens_per_second / peak

@@ -12,20 +12,14 @@ import torch.nn as nn
 from gptling.cli import UserError
 from gptling.files import replace_text, writing
 
-PAGE_TOKENS = 256  # on a page at most
 PAGE_WEIGHTS = 5_000_000  # of attention, 2 bytes each: deep models show fewer tokens
-TEMPLATE = Path(__file__).with_name("explain_template.html")
-SYMBOLS = {" ": "·", "\n": "↵", "\t": "→"}
 
 
 def visible(raw: bytes) -> str:
-    """A token as a label: white space as symbols, what has no look by its number.
-
-    >>> visible(b" caf\\xc3\\xa9\\n"), visible(b"\\xe2\\x80"), visible(b"\\0")
-    ('·café↵', '\\\\xe2\\\\x80', 'U+0000')
-    """
+    """A token as a label: white space as symbols, what has no look by its number."""
     text = raw.decode("utf-8", "backslashreplace")
-    return "".join(SYMBOLS.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
+    symbols = {" ": "·", "\n": "↵", "\t": "→"}
+    return "".join(symbols.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
 
 
 def logits_and_attention(model: nn.Module, idx: torch.Tensor):
@@ -52,13 +46,11 @@ def logits_and_attention(model: nn.Module, idx: torch.Tensor):
 def explain(model: nn.Module, encoding: tiktoken.Encoding, ids: list[int], n_prompt: int) -> dict:
     """What the page shows of a text whose first n_prompt ids are the prompt, by one forward pass.
 
-    Of T tokens: probabilities and ranks (T - 1,) of each but the first, given those before it
-    (temperature 1, no filter); alternatives, the ten likeliest in its place as [label, probability,
-    whether it is the token itself]; attention, base64 of 65535 times the lower triangles of
-    attention_weights in uint16 (n_layer, n_head, T (T + 1) / 2).
-    """
+    Of each token but the first, given those before it (temperature 1, no filter): its probability
+    and rank, and the ten likeliest in its place as [label, probability, whether it is the token];
+    attention: base64 of 65535 times the lower triangles of attention_weights in uint16."""
     fit = int((2 * PAGE_WEIGHTS / model.config.n_layer / model.config.n_head) ** 0.5)
-    room = min(PAGE_TOKENS, model.config.block_size, fit)
+    room = min(256, model.config.block_size, fit)  # tokens on the page
     # From the beginning, so that each token has what it had when it was drawn; of a prompt that
     # takes more than half of the page, only its end where the text does not fit.
     start = max(0, min(n_prompt - room // 2, len(ids) - room))
@@ -82,8 +74,8 @@ def explain(model: nn.Module, encoding: tiktoken.Encoding, ids: list[int], n_pro
         "probabilities": token_probs[:, 0].tolist(),
         "ranks": ((probs > token_probs).sum(dim=1) + 1).tolist(),
         "alternatives": [
-            [[visible(decode(i)), p, i == token] for i, p in zip(likeliest, values, strict=True)]
-            for likeliest, values, token in rows
+            [[visible(decode(i)), p, i == token] for i, p in zip(*likeliest, strict=True)]
+            for *likeliest, token in rows
         ],
         "attention": base64.b64encode(codes.tobytes()).decode(),
     }
@@ -91,20 +83,17 @@ def explain(model: nn.Module, encoding: tiktoken.Encoding, ids: list[int], n_pro
 
 def check_page(path: Path):
     """Raises UserError where a page cannot be written: before anything is computed for it."""
-    if path.is_dir():
-        raise UserError(f"--explain {path}: a directory; give the name of a page")
-    try:
+    with writing(path):
+        if path.is_dir():
+            raise IsADirectoryError("it is a directory")
         tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise UserError(f"--explain {path}: cannot be written: {error.strerror}") from None
 
 
 def write_page(path: Path, data: dict):
-    """Write what explain returns as HTML, whole or not at all; an older page gives way. Raises
-    UserError."""
+    """Write what explain returns as HTML, whole or not at all. Raises UserError."""
     text = json.dumps(data)  # ASCII
     for character in "<>&":  # so that no token ends the script element or begins another
         text = text.replace(character, f"\\u{ord(character):04x}")
-    html = TEMPLATE.read_text(encoding="utf-8").replace("__DATA__</script>", f"{text}</script>")
+    template = Path(__file__).with_name("explain_template.html").read_text(encoding="utf-8")
     with writing(path):
-        replace_text(path, html)
+        replace_text(path, template.replace("__DATA__</script>", f"{text}</script>"))

@@ -48,15 +48,21 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def replace_text(path: Path, text: str):
-    """Write a text file whole or not at all; an older one gives way. Raises OSError."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` once it is whole."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str):
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def read_json(file: Path, limit: int = 1 << 20) -> dict[str, Any]:
@@ -82,6 +88,4 @@ def lock_directory(directory: Path) -> filelock.FileLock:
         lock.acquire()
     except filelock.Timeout:
         raise UserError(f"{directory}: another process is writing there; wait for it") from None
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written: {error.strerror}") from None
     return lock

@@ -5,19 +5,13 @@ from collections.abc import Callable
 import torch
 from torch.autograd.function import once_differentiable
 
-CHUNK = {"cpu": 1 << 22}  # logits in float32 at a time: what a CPU's cache takes, about
-CHUNK_OF_GPU = 1 << 27  # 512 MB of them
+CHUNK = {"cpu": 1 << 22}  # logits in float32 at a time: what its cache takes; elsewhere 512 MB
 
 
 class FusedLoss(torch.autograd.Function):
-    """The sum of token_losses(x weight^T, targets), for GPT.fused_loss.
-
-    x (N, C) hidden states, weight (V, C) of the output layer, targets (N,); token_losses, a
-    function of some rows of logits and their targets to a loss for each, is free to be any. The
-    gradient of the logits is made as soon as the loss is, some rows at a time, and takes the
+    """The gradient of the logits is made as soon as the loss is, some rows at a time, and takes the
     logits' place (Hsu et al. 2024, https://arxiv.org/abs/2410.10989): memory holds (N, V) numbers
-    once, in the dtype of products. One backward pass only.
-    """
+    once, in the dtype of products. One backward pass only."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, token_losses, need_gradient):
@@ -26,7 +20,7 @@ class FusedLoss(torch.autograd.Function):
             dtype = torch.get_autocast_dtype(device)
         low_x, low_weight = x.to(dtype), weight.to(dtype)
         logits = low_x @ low_weight.T  # (N, V)
-        rows = max(1, CHUNK.get(device, CHUNK_OF_GPU) // len(weight))
+        rows = max(1, CHUNK.get(device, 1 << 27) // len(weight))
         loss = 0.0
         for part, target in zip(logits.split(rows), targets.split(rows), strict=True):
             with torch.enable_grad():
@@ -54,5 +48,12 @@ class FusedLoss(torch.autograd.Function):
 def fused_loss(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_losses: Callable
 ) -> torch.Tensor:
-    """See FusedLoss."""
+    """The sum of token_losses(x weight^T, targets), for GPT.fused_loss: x (N, C) hidden states,
+    weight (V, C), targets (N,); token_losses: of rows of logits and targets, a loss for each."""
     return FusedLoss.apply(x, weight, targets, token_losses, torch.is_grad_enabled())
+
+
+def use_fused_loss(model: torch.nn.Module):
+    """Let a model whose output layer is a matrix alone have its loss from fused_loss."""
+    if type(model.lm_head) is torch.nn.Linear and model.lm_head.bias is None:
+        model.fused_loss = fused_loss

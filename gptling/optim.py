@@ -12,11 +12,8 @@ from gptling.cli import UserError
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon with equal matrices orthogonalised in one batch, in a dtype of choice.
-
-    One by one and in bfloat16, as PyTorch has it, a step of a small model takes half as long again;
-    where a CPU lacks bfloat16 products, 28 times as long as in float32.
-    """
+    """torch.optim.Muon with equal matrices orthogonalised in one batch (else a small model's step
+    takes half as long again), in float32 where a CPU has no bfloat16 (else 28 times as long)."""
 
     def __init__(self, params, dtype: torch.dtype, **options):
         super().__init__(params, **options)
@@ -42,8 +39,7 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
-    """U V^T of each x = U S V^T, (n, rows, columns), about: singular values end up near 1, by
-    Newton-Schulz's iteration with the quintic polynomial of Jordan et al. 2024."""
+    """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration."""
     a, b, c = options["ns_coefficients"]
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # the smaller product of the two
@@ -54,57 +50,49 @@ def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
     return x.mT if tall else x
 
 
-def whole(value: Any) -> Any:
-    """A tensor on the CPU, gathered where it is sharded: all processes must call it then; anything
-    else as it is."""
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.cpu() if isinstance(value, torch.Tensor) else value
-
-
 def whole_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """The state of each parameter, {index: {name: value}}, whatever an optimizer keeps there."""
+    """The state of each parameter, {index: {name: value}}, whatever an optimizer keeps there;
+    gathered where it is sharded: all processes must call it then."""
+
+    def whole(value):
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return value.cpu() if isinstance(value, torch.Tensor) else value
+
     saved = optimizer.state_dict()["state"]
     return {i: {name: whole(value) for name, value in state.items()} for i, state in saved.items()}
 
 
 def load_states(optimizers: list[torch.optim.Optimizer], scaler, state: dict[str, Any]):
     """Give optimizers and GradScaler what a checkpoint has of them. Raises UserError."""
-    progress = state["progress"]
     try:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            if progress.overflows < progress.step:  # otherwise it has had no step yet
+            if state["progress"].overflows < state["progress"].step:  # it has had a step
                 load_state(optimizer, saved)
-        if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
-            scaler.load_state_dict(state["scaler"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise UserError(f"training_state.pt does not fit: {error}; use --overwrite") from None
+    if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
+        scaler.load_state_dict(state["scaler"])
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]):
-    """Take what whole_state gave, sharded as the parameters are. Settings stay as they are.
-
-    Raises ValueError where it is the state of other parameters."""
+    """Take what whole_state gave, sharded as the parameters are; settings stay as they are. Raises
+    ValueError for the state of other parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if saved.keys() != set(range(len(parameters))):
+    if not saved.keys() <= set(range(len(parameters))):
         raise ValueError(f"it has the state of {len(saved)} of {len(parameters)} parameters")
-    state = {}
-    for i, parameter in enumerate(parameters):
-        state[i] = dict(saved[i])
-        for name, value in saved[i].items():
-            same_shape = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if hasattr(parameter, "device_mesh") and same_shape:
-                from torch.distributed.tensor import distribute_tensor  # slow to import
 
-                mesh, placements = parameter.device_mesh, parameter.placements
-                state[i][name] = distribute_tensor(value.to(parameter.device), mesh, placements)
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    def shard(value, like):
+        if not hasattr(like, "device_mesh") or getattr(value, "shape", None) != like.shape:
+            return value
+        from torch.distributed.tensor import distribute_tensor  # slow to import
+
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+    state = {i: {k: shard(v, parameters[i]) for k, v in saved[i].items()} for i in saved}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 def check_finite(what: str, value: float, step: int, config: Any):
-    """Raises UserError for a value that is not a number or infinite."""
     if not math.isfinite(value):
-        raise UserError(
-            f"{what} is {value} at step {step}: lower --learning_rate={config.learning_rate} or "
-            f"--grad_clip={config.grad_clip}, or use --dtype=float32; the checkpoints are as before"
-        )
+        remedy = f"lower --learning_rate={config.learning_rate} or --grad_clip={config.grad_clip}"
+        raise UserError(f"{what} is {value} at step {step}: {remedy}, or use --dtype=float32")

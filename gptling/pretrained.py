@@ -9,12 +9,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gptling.checkpoints import best_checkpoint, list_checkpoints
-from gptling.cli import UserError
+from gptling.cli import UserError, optional_package
 from gptling.files import read_json
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
-MAX_JSON = 1 << 26  # bytes of an index or a config.json
-INVALID = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # of what JSON says
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -28,9 +26,7 @@ def find_checkpoint(path: str | Path) -> Path:
     path = best_checkpoint(path) or Path(path)
     if re.fullmatch(HUB_NAMES, path.as_posix()) and not path.exists():
         return download(path.as_posix())
-    if os.path.isfile(path):
-        raise UserError(f"{path}: a file; name a run or a checkpoint directory")
-    if not os.path.isfile(path / "config.json"):  # False for a name that is too long, too
+    if not (path / "config.json").is_file():
         names = ", ".join(run.as_posix() for run in runs[:9])
         there = f"runs here: {names}" if names else "python train.py makes one"
         raise UserError(f"{path}: no checkpoint there (a directory with a config.json); {there}")
@@ -39,32 +35,23 @@ def find_checkpoint(path: str | Path) -> Path:
 
 def download(name: str) -> Path:
     """Where the hub's model of that name lies after its download. Raises UserError."""
-    remedy = (
-        "put config.json, model.safetensors and tokenizer.json of "
-        f"https://huggingface.co/{name} into a directory {name}"
-    )
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise UserError(
-            f"{name}: to download it pip install huggingface_hub, or {remedy}"
-        ) from None
+    files = "config.json, model.safetensors and tokenizer.json"
+    remedy = f"put {files} of https://huggingface.co/{name} into a directory {name}"
+    hub = optional_package("huggingface_hub", f"huggingface_hub, or {remedy}")
     files = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
     files += ["tokenizer.json", "vocab.json", "merges.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=files))
+        return Path(hub.snapshot_download(name, allow_patterns=files))
     except OSError as error:  # no network, or no such files
-        reason = f"cannot be downloaded ({type(error).__name__})"
-        raise UserError(f"{name}: {reason}; {remedy}") from None
+        kind = type(error).__name__
+        raise UserError(f"{name}: cannot be downloaded ({kind}); {remedy}") from None
 
 
 def load_model(model_class: type, path: str | Path, **changes) -> torch.nn.Module:
-    """model_class.from_pretrained for any checkpoint that find_checkpoint finds, with its weights
-    in one file or in shards; no pickle is opened. changes: fields of its config to change.
-
-    Raises UserError, in one line, for what is missing, damaged or another architecture."""
+    """model_class.from_pretrained for what find_checkpoint finds, also with weights in shards; no
+    pickle is opened. changes: of its config. Raises UserError for what is missing or damaged."""
     path, tensors = find_checkpoint(path), {}
-    stored = read_json(path / "config.json", MAX_JSON)
+    stored = read_json(path / "config.json")
     for file in weight_files(path):
         try:
             tensors |= load_file(file)
@@ -72,14 +59,10 @@ def load_model(model_class: type, path: str | Path, **changes) -> torch.nn.Modul
             raise UserError(f"{file}: cannot be read: {error}") from None
     try:
         model = model_class.from_tensors(stored, tensors, **changes)
-    except INVALID as error:
-        raise UserError(f"{path}: config.json and weights make no model: {error}") from None
-    tokenizer = path / "tokenizer.json"
-    try:
-        if tokenizer.is_file():
-            model.restrict_to_tokens(tokenizer.read_text(encoding="utf-8"))
-    except (OSError, *INVALID) as error:
-        raise UserError(f"{tokenizer}: cannot be read: {error}") from None
+        if (path / "tokenizer.json").is_file():
+            model.restrict_to_tokens((path / "tokenizer.json").read_text(encoding="utf-8"))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: no model in config.json, weights, tokenizer: {error}") from None
     return model.eval()
 
 
@@ -88,21 +71,14 @@ def weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file():
         return [path / "model.safetensors"]
+    if (path / "pytorch_model.bin").is_file() and not index.is_file():
+        pickle = "pytorch_model.bin is a pickle, which can run code, and is not opened"
+        load = f"transformers.GPT2LMHeadModel.from_pretrained({str(path)!r})"
+        raise UserError(f"{pickle}; if you trust it: {load}.save_pretrained({str(path)!r})")
     if not index.is_file():
-        raise UserError(f"{path}: {pickle_remedy(path)}")
-    names = read_json(index, MAX_JSON).get("weight_map")
+        raise UserError(f"{path}: no model.safetensors in it")
+    names = read_json(index).get("weight_map")
     names = set(names.values()) if isinstance(names, dict) else {""}
     if not all(isinstance(name, str) and name and Path(name).name == name for name in names):
         raise UserError(f"{index}: its weight_map names something else than files beside it")
     return sorted(path / name for name in names)
-
-
-def pickle_remedy(path: Path) -> str:
-    """What to do about a directory without model.safetensors."""
-    if not (path / "pytorch_model.bin").is_file():
-        return "no model.safetensors in it"
-    load = f"transformers.GPT2LMHeadModel.from_pretrained({str(path)!r})"
-    return (
-        "pytorch_model.bin is a pickle, which can run code, and is not opened; "
-        f"where you trust it: {load}.save_pretrained({str(path)!r})"
-    )

@@ -1,4 +1,4 @@
-"""What a training shows: log.jsonl, lines or a progress bar, loss.png, TensorBoard, W&B."""
+"""What a training shows: log.jsonl, lines or a bar, loss.png, TensorBoard, Weights & Biases."""
 
 import dataclasses
 import importlib.util
@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from gptling.cli import UserError
+from gptling.cli import optional_package
 from gptling.devices import flops_utilisation
-from gptling.files import writing
+from gptling.files import replacing, writing
 from gptling.processes import Processes
 from gptling.tokenizers import start_token
 
@@ -23,35 +22,30 @@ from gptling.tokenizers import start_token
 class Report:
     """The report of a run, from `step` on; of several processes the first one reports."""
 
-    def __init__(self, config, processes: Processes, step: int, tokens_per_step, n_parameters):
+    def __init__(self, config, processes: Processes, step, tokens_per_step, n_parameters, n_tokens):
         self.config, self.processes, self.out_dir = config, processes, Path(config.out_dir)
-        self.tokens_per_step, self.n_parameters = tokens_per_step, n_parameters
-        self.first_step = self.step = step
-        self.plain = not sys.stderr.isatty()  # lines instead of a bar
+        self.tokens_per_step, self.n_parameters, self.step = tokens_per_step, n_parameters, step
         self.started = self.last_time = time.perf_counter()
         self.boards = open_boards(config, self.out_dir, step) if processes.first else []
-        options = {"total": config.max_iters, "initial": step, "unit": "step", "leave": False}
-        self.bar = tqdm(**options, disable=self.plain or not processes.first)
-
-    def start(self, n_tokens: int):
-        """What is trained, and on what."""
-        several = f", {self.processes.world_size} processes" * (self.processes.world_size > 1)
-        resumed = f", from step {self.step}" * (self.step > 0)
+        several = f", {processes.world_size} processes" * (processes.world_size > 1)
+        resumed = f", from step {step}" * (step > 0)
         print(
-            f"{self.n_parameters:,} parameters, {self.tokens_per_step:,} tokens a step, "
-            f"{self.config.max_iters:,} steps on {n_tokens:,} tokens; "
-            f"{self.processes.device}, {self.config.dtype}{several}{resumed}",
+            f"{n_parameters:,} parameters, {tokens_per_step:,} tokens a step, "
+            f"{config.max_iters:,} steps on {n_tokens:,} tokens; "
+            f"{processes.device}, {config.dtype}{several}{resumed}",
             flush=True,
         )
+        self.plain = not sys.stderr.isatty()  # lines instead of a bar
+        bar = {"total": config.max_iters, "initial": step, "unit": "step", "leave": False}
+        self.bar = tqdm(**bar, disable=self.plain or not processes.first)
 
     def log(self, **entry):
         """A line of log.jsonl, which the boards show too. Raises UserError for a full disk."""
         if not self.processes.first:
             return
         log_file = self.out_dir / "log.jsonl"
-        with writing(log_file):
-            with log_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+        with writing(log_file), log_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
         for board in self.boards:
             board(entry)
 
@@ -61,10 +55,8 @@ class Report:
         self.last_time, self.step = time.perf_counter(), step
         speed, steps_left = self.tokens_per_step / seconds, self.config.max_iters - step
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
-        pace = f"{speed:,.0f} tokens/s"
-        one_gpu = speed / self.processes.world_size
-        mfu = flops_utilisation(one_gpu, self.n_parameters, self.processes.gpu)
-        if mfu is not None:
+        pace, one_gpu = f"{speed:,.0f} tokens/s", speed / self.processes.world_size
+        if mfu := flops_utilisation(one_gpu, self.n_parameters, self.processes.gpu):
             numbers["mfu"] = mfu
             pace += f", MFU {100 * mfu:.0f} %"
         self.log(step=step, **numbers)
@@ -79,7 +71,6 @@ class Report:
             )
 
     def evaluation(self, metrics: dict[str, float], sample: list[str], best: bool):
-        """The losses of an evaluation, and a taste of the model."""
         self.log(**metrics, sample="\n".join(sample))
         tqdm.write(
             f"step {metrics['step']}: training loss {metrics['train_loss']:.4f}, "
@@ -97,7 +88,6 @@ class Report:
         self.last_time += time.perf_counter() - start
 
     def close(self, step: int, stopped: bool):
-        """Say what comes next."""
         self.bar.close()
         if stopped:
             command = "python" if self.processes.world_size == 1 else "torchrun ..."
@@ -124,18 +114,14 @@ def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]
     return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]
 
 
-def open_boards(config: Any, out_dir: Path, step: int) -> list[Callable]:
-    """What shows the log elsewhere, as functions that take an entry of it: TensorBoard where it is
-    installed, Weights & Biases with --wandb, loss.png where matplotlib is installed.
-
-    Raises UserError where --wandb is given without the package."""
+def open_boards(config, out_dir: Path, step: int) -> list[Callable]:
+    """What shows the log elsewhere, as functions that take an entry of it."""
     boards = []
     if config.curves and importlib.util.find_spec("tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a resumed run had written after `step` is hidden.
         directory = out_dir / "tensorboard"
-        with writing(directory):
+        with writing(directory):  # what a resumed run had written after `step` is hidden
             writer = SummaryWriter(directory, purge_step=step + 1)
 
         def tensorboard(entry):
@@ -151,12 +137,8 @@ def open_boards(config: Any, out_dir: Path, step: int) -> list[Callable]:
     if config.curves and importlib.util.find_spec("matplotlib"):
         boards.append(lambda entry: "val_loss" in entry and draw_curves(out_dir))
     if config.wandb:
-        if not importlib.util.find_spec("wandb"):
-            raise UserError("--wandb=True: pip install wandb, or leave it out")
-        import wandb
-
-        settings = dataclasses.asdict(config)
-        run = wandb.init(project="gptling", name=out_dir.name, dir=out_dir, config=settings)
+        options = {"project": "gptling", "config": dataclasses.asdict(config)}
+        run = optional_package("wandb", "wandb").init(name=out_dir.name, dir=out_dir, **options)
         boards.append(lambda entry: run.log(entry, step=entry["step"]))
     return boards
 
@@ -168,24 +150,16 @@ def draw_curves(out_dir: Path):
     entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     train = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
     val = [(entry["step"], entry["val_loss"]) for entry in entries if "val_loss" in entry]
-    step, best = min(val, key=lambda point: point[1])
-    title = f"{out_dir.name}: best {best:.4f} at step {step:,}"
+    best, step = min((loss, step) for step, loss in val)
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*train, strict=True), color="#9bb8d3", linewidth=1, label="training")
     axes.plot(*zip(*val, strict=True), color="#b5462f", marker="o", label="validation")
     axes.plot(step, best, "o", markersize=11, markerfacecolor="none", color="black")
-    # The fall from ln(vocabulary) in the first steps would press the rest flat.
-    later = [loss for _, loss in train[len(train) // 20 :] + val]
-    margin = 0.08 * (max(later) - min(later))
-    axes.set(xlabel="step", ylabel="loss in nats per token", title=title)
-    axes.set_ylim(min(later) - margin - 1e-3, max(later) + margin)
+    axes.set_title(f"{out_dir.name}: best {best:.4f} at step {step:,}")
+    axes.set(xlabel="step", ylabel="loss in nats per token")
+    axes.set_ylim(top=1.1 * val[0][1])  # the fall from ln(vocabulary) would press the rest flat
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = out_dir / ".loss.png.writing"
-    try:
-        with writing(out_dir / "loss.png"):
-            figure.savefig(temporary, format="png")
-            temporary.replace(out_dir / "loss.png")
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(out_dir / "loss.png"), replacing(out_dir / "loss.png") as temporary:
+        figure.savefig(temporary, format="png")

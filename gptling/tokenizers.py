@@ -5,13 +5,15 @@
     encoding.decode(list(ids))                        # "text"
 
 A new kind of tokenizer is a function and an entry in TOKENIZERS.
-
-References:
-- Sennrich et al. 2016, byte-pair encoding, https://arxiv.org/abs/1508.07909
-- tiktoken, https://github.com/openai/tiktoken
+References: https://github.com/openai/tiktoken, https://huggingface.co/docs/tokenizers, and
+Sennrich et al. 2016, byte-pair encoding, https://arxiv.org/abs/1508.07909
 """
 
+import itertools
+import json
+import math
 import random
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,20 +22,28 @@ import numpy as np
 import tiktoken
 
 from gptling.cli import UserError, optional_package
-from gptling.tokenizer_json import ANY_CHARACTER, BPE_PATTERN, END_OF_TEXT, has_all_bytes
-from gptling.tokenizer_json import load_tokenizer as load_tokenizer
-from gptling.tokenizer_json import tokenizer_to_json as tokenizer_to_json
+from gptling.files import read_json
 
-BPE_SAMPLE = 100_000_000  # characters that a BPE is trained on, at most
+END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PIECE = 1 << 16  # characters that are drawn or left out together
+ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
+# GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# GPT-4's (tiktoken's cl100k_base).
+BPE_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
+)
+# ByteLevel's printable letter for each byte, which vocabularies are written in: the byte's own
+# Latin-1 character if that is visible, otherwise the next one from 256 on.
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTE_TO_LETTER = {b: chr(b) for b in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(HIDDEN)}
+LETTER_TO_BYTE = {letter: byte for byte, letter in BYTE_TO_LETTER.items()}
 
 
 def make_char(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
-    """A token for each character of the texts, in the order of Unicode.
-
-    >>> make_char(["abc"], 0, end_of_text=True).encode_ordinary("cab")
-    [2, 0, 1]
-    """
+    """A token for each character of the texts, in the order of Unicode."""
     occurs = np.zeros(sys.maxunicode + 1, dtype=bool)
     for text in texts:
         occurs[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
@@ -47,45 +57,39 @@ def make_byte(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
 
 
 def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
-    """A byte-level BPE of `vocab_size` tokens (0: 4,096), end-of-text always among them, trained
-    by rustbpe on BPE_SAMPLE characters of the texts at most: the same texts give the same tokens.
-
-    Raises UserError where they have too few pairs to merge."""
+    """A byte-level BPE of `vocab_size` tokens (0: 4,096), end-of-text always among them. Raises
+    UserError where the texts have too few pairs to merge."""
     trainer = optional_package("rustbpe", "rustbpe").Tokenizer()
     vocab_size = vocab_size or 4096
-    sample = iter(draw_sample(texts, BPE_SAMPLE))
+    sample = iter(draw_sample(texts, size=100_000_000))
     # A few texts at a time, for the trainer copies them.
     trainer.train_from_iterator(sample, vocab_size - 1, buffer_size=256, pattern=BPE_PATTERN)
     ranks = dict(trainer.get_mergeable_ranks())
-    tokens = sorted(ranks, key=ranks.get)
-    if len(tokens) < vocab_size - 1:
-        used_up = f"this text is used up at {len(tokens) + 1}"
+    if len(ranks) < vocab_size - 1:
+        used_up = f"this text is used up at {len(ranks) + 1}"
         raise UserError(f"--vocab_size={vocab_size}: {used_up}: give that or less, or more text")
-    return _encoding("bpe", BPE_PATTERN, tokens, end_of_text=True)
+    return _encoding("bpe", BPE_PATTERN, sorted(ranks, key=ranks.get), end_of_text=True)
 
 
 TOKENIZERS = {"char": make_char, "byte": make_byte, "bpe": make_bpe}
-FIXED_SIZE = ("char", "byte")  # those of them that have no vocab_size to choose
 
 
 def check_vocab_size(kind: str, vocab_size: int):
     """Raises ValueError for a size, other than 0, that this kind of tokenizer cannot have."""
-    if vocab_size and (kind in FIXED_SIZE or kind not in TOKENIZERS):
+    if vocab_size and (kind in ("char", "byte") or kind not in TOKENIZERS):
         raise ValueError(f"--vocab_size={vocab_size} is for --tokenizer bpe, not {kind}")
     if vocab_size and not 257 <= vocab_size <= 1_000_000:
         raise ValueError(f"--vocab_size={vocab_size}: from 257 (bytes, end-of-text) to 1,000,000")
 
 
 def _encoding(name, pattern, tokens, end_of_text):
-    """tokens: in the order of their ids."""
     ranks = {token: i for i, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def draw_sample(texts: Iterable[str], size: int) -> list[str]:
-    """All of the texts, or pieces from everywhere in them that have `size` characters at most: the
-    same ones for the same texts."""
+    """All of the texts, or pieces from everywhere in them, of `size` characters at most."""
     sample, length, share, rng = [], 0, 1.0, random.Random(0)
     for text in texts:
         for i in range(0, len(text), SAMPLE_PIECE):
@@ -103,9 +107,7 @@ def build_tokenizer(
     kind: str, texts: Iterable[str] = (), vocab_size: int = 0, end_of_text: bool = True
 ) -> tiktoken.Encoding:
     """The tokenizer called `kind`: one of TOKENIZERS, which may be made from the texts, one of
-    tiktoken's, or that of a data or checkpoint directory. Raises UserError.
-
-    end_of_text: whether char and byte reserve an id for it, behind all others."""
+    tiktoken's, or that of a data or checkpoint directory. Raises UserError."""
     if kind in TOKENIZERS:
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
     if Path(kind, "tokenizer.json").is_file():
@@ -113,22 +115,24 @@ def build_tokenizer(
         if not has_all_bytes(encoding):
             raise UserError(f"tokenizer {kind!r} does not know every text: give one of bytes")
         return encoding
-    names = sorted(tiktoken.list_encoding_names())
+    names = [*TOKENIZERS, *sorted(tiktoken.list_encoding_names())]
     if kind not in names:
-        raise UserError(f"unknown tokenizer {kind!r}: there are {', '.join([*TOKENIZERS, *names])}")
+        raise UserError(f"unknown tokenizer {kind!r}: there are {', '.join(names)}")
     try:
         return tiktoken.get_encoding(kind)
     except OSError as error:  # requests' errors are OSErrors
-        raise UserError(
-            f"tokenizer {kind!r}: no vocabulary ({type(error).__name__}); tiktoken downloads it "
-            "once: connect, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from None
+        words = f"cannot be downloaded ({type(error).__name__}): connect, or set TIKTOKEN_CACHE_DIR"
+        raise UserError(f"tokenizer {kind!r} {words}") from None
+
+
+def has_all_bytes(encoding: tiktoken.Encoding) -> bool:
+    """Whether a tokenizer can encode every text."""
+    return all(bytes([byte]) in encoding._mergeable_ranks for byte in range(256))
 
 
 def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
-    """Token ids, (n,) uint32; special tokens in the text are plain text.
-
-    Raises UserError for a character that the tokenizer lacks: tiktoken itself would abort."""
+    """Token ids, (n,) uint32; special tokens in the text are plain text. Raises UserError for a
+    character that the tokenizer lacks: tiktoken itself would abort."""
     ranks = encoding._mergeable_ranks
     for character in sorted(set(text)):
         if 0xD800 <= ord(character) <= 0xDFFF:
@@ -137,10 +141,8 @@ def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np
         if raw not in ranks and not all(bytes([byte]) in ranks for byte in raw):
             before = text[: text.index(character)]
             line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-            raise UserError(
-                f"{what}, line {line}, column {column}: the tokenizer does not know the character "
-                f"{character!r} (U+{ord(character):04X}); it was not in the training text"
-            )
+            what += f", line {line}, column {column}: the tokenizer does not know the character"
+            raise UserError(f"{what} {character!r} (U+{ord(character):04X})")
     try:
         return encoding.encode_to_numpy(text, disallowed_special=())
     except ValueError as error:  # a pattern that goes back and forth too often
@@ -160,3 +162,112 @@ def bytes_per_token(encoding: tiktoken.Encoding) -> np.ndarray:
     for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths
+
+
+def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
+    """The text of a tokenizer.json that Hugging Face's tokenizers and load_tokenizer read alike.
+    Raises UserError for a tokenizer that cannot be expressed there."""
+    if encoding._pat_str != ANY_CHARACTER and not has_all_bytes(encoding):
+        raise UserError(f"tokenizer {encoding.name!r}: only one of characters may lack bytes")
+    ranks = encoding._mergeable_ranks
+    letters = {token: token.decode("latin-1").translate(BYTE_TO_LETTER) for token in ranks}
+    parts = (_last_parts(ranks, token) for token in sorted(ranks, key=ranks.get))
+    pairs = ([letters.get(part) for part in last] for last in parts if len(last) == 2)
+    # {1,3}+ is possessive for tiktoken and a repetition for Hugging Face's engine. Nothing follows
+    # it in an alternative, so that without the + both mean the same.
+    regex = re.sub(r"(\{\d+,\d+\})\+", r"\1", encoding._pat_str)
+    split = dict(type="Split", pattern={"Regex": regex}, behavior="Isolated", invert=False)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    plain = dict(special=True, single_word=False, lstrip=False, rstrip=False, normalized=False)
+    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    tokenizer = {
+        "added_tokens": [{"id": id, "content": content} | plain for content, id in special],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,  # as in tiktoken: a piece of text that is a token is that token
+            "vocab": {letters[token]: rank for token, rank in ranks.items()},
+            "merges": [pair for pair in pairs if None not in pair],
+        },
+    }
+    return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _last_parts(ranks, token):
+    """The parts of `token` when all other merges are done, lowest rank first: where they are two,
+    theirs is the one merge by which tiktoken ever arrives at the token."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, math.inf) for a, b in itertools.pairwise(parts)]
+        lowest = min(pairs)
+        if lowest == math.inf:
+            break
+        i = pairs.index(lowest)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
+    """The tokenizer of a data or checkpoint directory; GPT-2's own tokenizer.json is read too, and
+    its vocab.json with merges.txt where that is missing. Raises UserError where there is none, or
+    one that is not a byte-level BPE or takes more memory than its size allows for."""
+    file = Path(path) / "tokenizer.json"
+    published = not file.exists() and file.with_name("vocab.json").exists()
+    file = file.with_name("vocab.json") if published else file
+    stored = read_json(file, limit=1 << 26)  # bytes: about 40 a token
+    try:
+        if published:
+            lines = file.with_name("merges.txt").read_text(encoding="utf-8").split("\n")
+            merges = [line for line in lines if line and not line.startswith("#version")]
+            special = {token: id for token, id in stored.items() if token == END_OF_TEXT}
+            return _checked_encoding(GPT2_PATTERN, special, stored, merges)
+        pattern, model = _split_pattern(stored["pre_tokenizer"]), stored["model"]
+        special = {token["content"]: token["id"] for token in stored["added_tokens"]}
+        return _checked_encoding(pattern, special, model["vocab"], model["merges"])
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise UserError(f"{file}: not a byte-level BPE like prepare.py's: {error!r:.200}") from None
+
+
+def _split_pattern(pre_tokenizer):
+    if pre_tokenizer["type"] == "ByteLevel" and not pre_tokenizer["add_prefix_space"]:
+        return GPT2_PATTERN
+    split, byte_level = pre_tokenizer["pretokenizers"]
+    if split["type"] != "Split" or byte_level["type"] != "ByteLevel" or byte_level["use_regex"]:
+        raise ValueError("its pre_tokenizer is another")
+    return split["pattern"]["Regex"]
+
+
+def _checked_encoding(pattern, special, vocab, merges):
+    ranks = {
+        bytes(LETTER_TO_BYTE[letter] for letter in token): id
+        for token, id in vocab.items()
+        if token not in special
+    }
+    merges = [merge.split(" ") if type(merge) is str else merge for merge in merges]
+    order = [vocab[a + b] for a, b in merges]
+    if order != sorted(order):
+        raise ValueError("ids that are not in the order of the merges")
+    ids = [*ranks.values(), *special.values()]
+    limit = 2 * len(ids) + 1024  # tables have a row for each id, so that gaps take memory
+    if len(set(ids)) < len(ids) or not all(type(id) is int and 0 <= id < limit for id in ids):
+        raise ValueError(f"ids that are not unique, or not from 0 to {limit - 1}")
+    if len(pattern) + sum(map(len, special)) > 1 << 18:  # they are compiled
+        raise ValueError("its pattern and special tokens are too long")
+    safe = _whole_pattern(pattern)
+    encoding = tiktoken.Encoding("", pat_str=safe, mergeable_ranks=ranks, special_tokens=special)
+    encoding._pat_str, encoding.engine_pattern = pattern, safe
+    if pattern != ANY_CHARACTER and not has_all_bytes(encoding):
+        raise ValueError("it lacks bytes, which only a tokenizer of characters may")
+    return encoding
+
+
+def _whole_pattern(pattern):
+    """`pattern` such that each match begins where the last one ended (\\G) and is not empty, for
+    tiktoken aborts at an empty one and leaves out what is between two. Raises ValueError."""
+    if pattern in (ANY_CHARACTER, GPT2_PATTERN, BPE_PATTERN):
+        return pattern
+    tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
+    if r"\K" in pattern:  # moves the beginning of a match
+        raise ValueError("its pattern has \\K")
+    return rf"\G(?:{pattern})(?!\G)|[\s\S]"

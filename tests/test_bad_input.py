@@ -108,9 +108,9 @@ MISTAKES = [
     # sampling
     ("sample.py nix", "nix", "no checkpoint", "out/mine"),
     ("sample.py .", "no checkpoint"),
-    ("sample.py file", "file", "a file"),
+    ("sample.py file", "file", "no checkpoint"),
     ("empty.d: sample.py", "out/", "train.py"),
-    (f"sample.py {LONG}", LONG, "no checkpoint"),
+    (f"sample.py {LONG}", LONG, "too long"),
     ("sample.py out/mine --prompt=ü", "'ü'", "U+00FC"),
     ("sample.py out/mine --prompts=missing.txt", "missing.txt"),
     ("sample.py out/mine --prompts=latin.txt", "latin.txt"),

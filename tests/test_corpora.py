@@ -302,7 +302,7 @@ def test_a_disk_that_fills_up_is_named_and_the_preparation_goes_on(small, monkey
     command = [sys.executable, "-c", program, "all.jsonl", "--tokenizer=byte", "--name=full"]
     process = subprocess.run(command, cwd=small, capture_output=True, text=True)
     assert process.returncode == 1 and len(process.stderr.splitlines()) == 1
-    for word in ("val.npy", "cannot be written", "too large"):
+    for word in (".full.partial", "cannot be written", "too large"):
         assert word in process.stderr
     assert not (small / "data" / "full").exists() and "goes on from there" in process.stdout
     data = prepare(PrepareConfig(("all.jsonl",), "byte", name="full"))

@@ -246,9 +246,9 @@ def test_pieces_put_characters_together_that_the_chunks_cut(tmp_path, monkeypatc
     (tmp_path / "a.txt").write_bytes(text.encode())
     for size in (1, 2, 3, 7, 64):
         monkeypatch.setattr(corpus, "PIECE", size)
-        (document,) = documents(tmp_path / "a.txt")
-        assert document.size == len(text.encode())
-        assert "".join(document.pieces) == text[1:]
+        ((n_bytes, pieces),) = documents(tmp_path / "a.txt")
+        assert n_bytes == len(text.encode())
+        assert "".join(pieces) == text[1:]
 
 
 def test_a_cut_inside_a_document_leaves_characters_whole(tmp_path, monkeypatch):
@@ -265,9 +265,9 @@ def test_a_long_text_is_read_bit_by_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "PIECE", 1000)
     (tmp_path / "a.txt").write_text("some words in a line\n" * 10_000)
     read = []
-    (document,) = documents(tmp_path / "a.txt", read.append)
-    assert read == [] and document.size == 210_000  # known before it is read
-    next(iter(document.pieces))
+    ((n_bytes, pieces),) = documents(tmp_path / "a.txt", read.append)
+    assert read == [] and n_bytes == 210_000  # known before it is read
+    next(pieces)
     assert sum(read) <= 1000
 
 

@@ -350,9 +350,11 @@ def changed(request):
         yield module
 
 
-def test_a_changed_architecture_loads_itself_and_is_taken_for_no_gpt2(tmp_path, changed):
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_changed_architecture_loads_itself_and_is_taken_for_no_gpt2(tmp_path, changed, bias):
     torch.manual_seed(0)
-    config = changed.GPTConfig(block_size=16, vocab_size=28, n_layer=2, n_head=2, n_embd=32)
+    sizes = {"block_size": 16, "vocab_size": 28, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    config = changed.GPTConfig(**sizes, bias=bias)
     if hasattr(config, "logit_scale"):
         config.logit_scale = 3.5
     model, idx = changed.GPT(config).eval(), torch.randint(28, (3, 16))
@@ -438,3 +440,22 @@ def test_model_py_works_when_it_is_copied_away_alone(tmp_path):
     shutil.copy(ROOT / "model.py", tmp_path)
     (tmp_path / "alone.py").write_text(ALONE)
     assert output_of(tmp_path / "alone.py", cwd=tmp_path, PYTHONPATH="") == "20 []\n"
+
+
+# ---------------------------------------------------------------------------- the curve
+
+
+def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(trained, tmp_path):
+    """A change of initialisation, batches, schedule or optimizer shows here; if it is meant, the
+    figures are made anew. Float32 and one thread, so that processors differ little."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+    flags = ["--dataset=mine", *TINY, "--max_iters=50", "--log_interval=10", "--weight_decay=0.1"]
+    flags += ["--warmup_iters=5"]
+    expected = json.loads((ROOT / "tests" / "curves.json").read_text())
+    for optimizer in ("adamw", "muon"):
+        arguments = [*flags, f"--optimizer={optimizer}", f"--out_dir={optimizer}"]
+        output_of("train.py", *arguments, cwd=tmp_path)
+        log = (tmp_path / optimizer / "log.jsonl").read_text().splitlines()
+        log = [json.loads(line) for line in log]
+        losses = [entry["loss"] for entry in log if "loss" in entry] + [log[-1]["val_loss"]]
+        assert losses == pytest.approx(expected[optimizer], abs=1e-4)

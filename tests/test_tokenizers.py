@@ -11,9 +11,11 @@ from gptling import tokenizers as kinds
 from gptling.cli import UserError
 from gptling.corpus import embedded_corpus
 from gptling.shards import encode_on_all_cores
-from gptling.tokenizer_json import BPE_PATTERN, GPT2_PATTERN, LETTER_TO_BYTE
 from gptling.tokenizers import (
+    BPE_PATTERN,
     END_OF_TEXT,
+    GPT2_PATTERN,
+    LETTER_TO_BYTE,
     build_tokenizer,
     bytes_per_token,
     encode,
