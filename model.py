@@ -400,11 +400,12 @@ class GPT(nn.Module):
         if idx.size(1) == 0:
             raise ValueError("idx has no tokens: start from end-of-text or a newline")
         block_size, step = self.config.block_size, self.decode_step or self.next_logits
+        padding = ~self.drawable  # ids without a token
         idx = idx[:, -block_size:]
         mask = None if padding_mask is None else padding_mask[:, -block_size:]
         new, cache = idx, [KVCache(self.cache_dtype) for _ in self.h]
         for _ in range(max_new_tokens):
-            logits = step(new, mask, cache).masked_fill(~self.drawable, float("-inf"))
+            logits = step(new, mask, cache).masked_fill(padding, float("-inf"))
             token = draw(next_token_probs(logits, temperature, top_k, top_p, min_p), generator)
             yield token
             new = token[:, None]

@@ -100,9 +100,12 @@ def encode_on_all_cores(
 
     def work(group):
         if not hasattr(local, "encode"):  # an encoding that two threads use is a quarter slower
-            tables = dict(mergeable_ranks=encoding._mergeable_ranks, special_tokens={})
-            pattern = getattr(encoding, "engine_pattern", encoding._pat_str)
-            local.encode = tiktoken.Encoding("", pat_str=pattern, **tables).encode_to_numpy
+            local.encode = tiktoken.Encoding(
+                encoding.name,
+                pat_str=getattr(encoding, "engine_pattern", encoding._pat_str),
+                mergeable_ranks=encoding._mergeable_ranks,
+                special_tokens=encoding._special_tokens,  # without any tiktoken is a third slower
+            ).encode_to_numpy
         return [(key, local.encode(text, disallowed_special=())) for key, text in group]
 
     affinity = getattr(os, "sched_getaffinity", None)  # a container may have fewer than the machine
