@@ -108,7 +108,10 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
             # Its numbers are checked together with the flags, which may mend them.
             vars(default).update(read_preset(cls, preset))
     names = [re.sub("=.*", "", word[2:]).replace("-", "_") for word in argv if word[:2] == "--"]
-    options = {"prog": Path(sys.argv[0]).name, "description": description.strip()}
+    options = {
+        "prog": Path(sys.argv[0]).name,
+        "description": description.partition("References:")[0].strip(),
+    }
     options |= {"use_underscores": True, "config": (tyro.conf.FlagConversionOff,)}
     first = os.environ.get("RANK", "0") == "0"
     try:
