@@ -53,9 +53,7 @@ class TrainConfig(GPTConfig):
     vocab_multiple: Count = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
     out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
-    resume: bool = (
-        False  # go on from out_dir's newest checkpoint, which only explicit flags override
-    )
+    resume: bool = False  # go on from the newest checkpoint in out_dir; flags override, presets not
     overwrite: bool = False  # delete the run that is in out_dir
     init_from: str = "scratch"  # scratch, a checkpoint directory, or the hub name of a GPT-2
     batch_size: Count = 12  # sequences of block_size tokens in a micro-batch
