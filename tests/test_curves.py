@@ -50,13 +50,8 @@ def test_weights_and_biases_takes_the_log_without_network(here):
     assert b"val_loss" in file.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
-        "matplotlib",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorboard", "wandb")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["tensorboard", "matplotlib", "wandb"])
 def test_what_is_not_installed_is_left_out_or_named(here, package):
     """Packages are hidden by a finder that says they are not there."""
     hide = (
