@@ -46,9 +46,7 @@ from prepare import PrepareConfig, prepare
 
 
 @dataclass
-class TrainConfig(GPTConfig):
-    """Flags and presets: the fields of GPTConfig, and these."""
-
+class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and these
     vocab_size: Suppress[int] = 1  # as the tokenizer says
     vocab_multiple: Count = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
@@ -202,10 +200,8 @@ def main():
     processes.barrier()
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
-        raise UserError(
-            f"{data.directory} is not what {config.out_dir} was trained on: prepare that again, or "
-            "go on with --allow_changed_data=True"
-        )
+        changed = f"{data.directory} is not what {config.out_dir} was trained on"
+        raise UserError(f"{changed}: prepare that again, or give --allow_changed_data=True")
 
     # ------------------------------------------------------------ model
     torch.manual_seed(config.seed)
@@ -231,7 +227,6 @@ def main():
     scaler = torch.amp.GradScaler(device, enabled=config.dtype == "float16")
     if state:
         load_states(optimizers, scaler, state)
-    loss_sum = torch.tensor(progress.loss_sum, device=device)  # since the last evaluation
 
     # ------------------------------------------------------------ what is written
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
@@ -248,6 +243,7 @@ def main():
 
     # ------------------------------------------------------------ loop
     signals, stopped = StopSignals(processes), 0
+    loss_sum = torch.tensor(progress.loss_sum, device=device)  # since the last evaluation
     for step in range(progress.step, config.max_iters):
         lr = learning_rate(step, config)
         for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):

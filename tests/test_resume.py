@@ -351,3 +351,19 @@ def test_a_lock_is_for_one(tmp_path):
         lock_directory(tmp_path)
     held.release()
     lock_directory(tmp_path).release()
+
+
+def test_a_checkpoint_of_format_1_goes_on_as_one_of_today(trained, finished):
+    """As train.py wrote training_state.pt before November 2026."""
+    run = finished / "out" / "mine"
+    shutil.rmtree(run / "checkpoint-20")
+    file = run / "checkpoint-10" / "training_state.pt"
+    state = torch.load(file, weights_only=True)
+    progress = state.pop("progress")
+    state |= {"recent": progress.pop("loss_sum"), "recent_steps": progress.pop("loss_steps")}
+    torch.save(state | progress | {"format": 1}, file)
+    sums = json.loads((file.parent / "checksums.json").read_text())
+    sums[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (file.parent / "checksums.json").write_text(json.dumps(sums))
+    output_of("train.py", "--out_dir=out/mine", "--resume", cwd=finished)
+    assert_equal_runs(trained / "out" / "mine", run, 20)
