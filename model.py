@@ -20,7 +20,7 @@ References:
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -302,7 +302,7 @@ class GPT(nn.Module):
     """GPT-2's architecture; parameters carry the names of the published checkpoints.
 
     The rest of the project knows a model by these names only: config, h (its blocks), lm_head,
-    forward, next_logits, generate, drawable and restrict_to_tokens, from_pretrained, from_tensors,
+    forward, next_logits, generate, drawable and restrict_to_tokens, from_pretrained,
     save_pretrained; and three seams for speed, where None stands for the plain code here."""
 
     fused_loss = None  # (x (N, C), weight (V, C), targets (N,), token_losses) to the sum of losses
@@ -425,24 +425,18 @@ class GPT(nn.Module):
         self.drawable[[i for i in ids if i < self.config.vocab_size]] = True
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, **changes) -> "GPT":
+    def from_pretrained(cls, directory: str | Path, tensors=None, **changes) -> "GPT":
         """The model, in eval mode and float32, of a directory with config.json, model.safetensors
         and perhaps tokenizer.json, as save_pretrained or Hugging Face's GPT2LMHeadModel write them.
-        changes: fields of GPTConfig to change, such as dropout=0.1 for training on.
-        Raises OSError, or ValueError for what does not fit; see from_tensors."""
+        tensors: {name: tensor} in the place of model.safetensors. changes: fields of GPTConfig to
+        change, such as dropout=0.1 for training on.
+
+        Raises OSError, or ValueError for another architecture, and for a tensor that is missing,
+        left over or of another shape. The masks that Hugging Face stores, a tied lm_head.weight and
+        biases of zeros may be left over."""
         directory = Path(directory)
         stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        model = cls.from_tensors(stored, load_file(directory / "model.safetensors"), **changes)
-        if (directory / "tokenizer.json").is_file():
-            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-            model.restrict_to_tokens(text)
-        return model.eval()
-
-    @classmethod
-    def from_tensors(cls, stored: dict, tensors: Mapping[str, torch.Tensor], **changes) -> "GPT":
-        """The model that a config.json describes, of these tensors. Raises ValueError for another
-        architecture, and for a tensor that is missing, left over or of another shape. The masks
-        that Hugging Face stores, a tied lm_head.weight and biases of zeros may be left over."""
+        tensors = load_file(directory / "model.safetensors") if tensors is None else tensors
         names = {field.name: HF_NAMES.get(field.name, field.name) for field in fields(GPTConfig)}
         sizes = {ours: stored[theirs] for ours, theirs in names.items() if theirs in stored}
         config = GPTConfig(**sizes | changes)
@@ -451,8 +445,9 @@ class GPT(nn.Module):
         try:
             with torch.device("meta"):  # to compare names and shapes before memory is taken
                 expected = cls(config)
-            constants = GPT2_CONSTANTS if model_type(expected) == "gpt2" else {}
-            for key, value in ({"model_type": model_type(expected)} | constants).items():
+            kind = model_type(expected)
+            constants = GPT2_CONSTANTS if kind == "gpt2" else {}
+            for key, value in ({"model_type": kind} | constants).items():
                 if stored.get(key, value) != value:
                     raise ValueError(f"{key} is {stored[key]!r:.50}, that of model.py {value!r}")
             parameters, weights = expected.state_dict(), {}
@@ -469,7 +464,10 @@ class GPT(nn.Module):
             model.load_state_dict(weights)
         except RuntimeError as error:  # of load_state_dict, with all names; sizes beyond 2^63
             raise ValueError(" ".join(str(error).split())) from None
-        return model
+        if (directory / "tokenizer.json").is_file():
+            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
+            model.restrict_to_tokens(text)
+        return model.eval()
 
     def save_pretrained(self, directory: str | Path, tokenizer_json: str | None = None):
         """Write config.json and model.safetensors as Hugging Face's GPT2LMHeadModel has them, and
@@ -499,10 +497,10 @@ class GPT(nn.Module):
         if tokenizer_json is not None:
             # Not GPT2Tokenizer, which would put GPT-2's split pattern in the place of ours.
             names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
-            its_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            its_config |= {"model_max_length": self.config.block_size}
-            its_config |= dict.fromkeys(names, END_OF_TEXT)
-            files["tokenizer_config.json"] = json.dumps(its_config, indent=2)
+            tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            tokenizer_config |= {"model_max_length": self.config.block_size}
+            tokenizer_config |= dict.fromkeys(names, END_OF_TEXT)
+            files["tokenizer_config.json"] = json.dumps(tokenizer_config, indent=2)
             files["tokenizer.json"] = tokenizer_json
         for name, text in files.items():
             (directory / name).write_text(text, encoding="utf-8")

@@ -51,19 +51,16 @@ def load_model(model_class: type, path: str | Path, **changes) -> torch.nn.Modul
     """model_class.from_pretrained for what find_checkpoint finds, also with weights in shards; no
     pickle is opened. changes: of its config. Raises UserError for what is missing or damaged."""
     path, tensors = find_checkpoint(path), {}
-    stored = read_json(path / "config.json")
+    read_json(path / "config.json")  # names the file, and bounds it
     for file in weight_files(path):
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from None
     try:
-        model = model_class.from_tensors(stored, tensors, **changes)
-        if (path / "tokenizer.json").is_file():
-            model.restrict_to_tokens((path / "tokenizer.json").read_text(encoding="utf-8"))
+        return model_class.from_pretrained(path, tensors, **changes)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: no model in config.json, weights, tokenizer: {error}") from None
-    return model.eval()
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -112,7 +112,8 @@ class Processes:
         """With whole parameters, for the first process; all must call it for a sharded one."""
         if not self.sharded:
             return model
-        weights = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+        state = model.state_dict()  # sharded again, where a forward pass has left it gathered
+        weights = {name: state[name].full_tensor() for name, _ in model.named_parameters()}
         if not self.first:
             return None
         copy = model_class(model.config)

@@ -143,25 +143,13 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """A directory with data/mine, and out/mine that was trained on a large disk."""
-    directory = tmp_path_factory.mktemp("large")
-    (directory / "mine.txt").write_text(TEXT, encoding="utf-8")
-    output_of("prepare.py", "mine.txt", cwd=directory)
-    output_of("train.py", "--dataset=mine", *TINY, cwd=directory)
-    return directory
-
-
 CURVES = pytest.param("True", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("curves", ["False", CURVES])
 @pytest.mark.parametrize("kilobytes", [0, 4, 36, 60, 100, 160])
-def test_a_training_on_a_full_disk_goes_on_once_there_is_space(
-    disk, uninterrupted, kilobytes, curves
-):
-    shutil.copytree(uninterrupted / "data", disk / "data")
+def test_a_training_on_a_full_disk_goes_on_once_there_is_space(disk, trained, kilobytes, curves):
+    shutil.copytree(trained / "data", disk / "data")
     arguments = ["--dataset=mine", *TINY, f"--curves={curves}"]
     with only(1024 * kilobytes, disk):
         process = run_on(disk, "train.py", *arguments)
@@ -179,9 +167,7 @@ def test_a_training_on_a_full_disk_goes_on_once_there_is_space(
     if checkpoints:
         arguments = ["--out_dir=out/mine", "--resume"]
     output_of("train.py", *arguments, *["--overwrite"] * (not checkpoints), cwd=disk)
-    weights = [
-        load_file(d / "out/mine/checkpoint-20/model.safetensors") for d in (disk, uninterrupted)
-    ]
+    weights = [load_file(d / "out/mine/checkpoint-20/model.safetensors") for d in (disk, trained)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
