@@ -21,7 +21,6 @@ References:
 
 import itertools
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from tyro.conf import Suppress
 
-from gptling.checkpoints import Progress, RunDirectory, list_checkpoints, resumed_config
+from gptling.checkpoints import Progress, RunDirectory
 from gptling.cli import CONFIG, Count, Share, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import keep_freed_memory, pick_dtype, use_float32_attention
@@ -39,7 +38,7 @@ from gptling.loss import use_fused_loss
 from gptling.optim import Muon, check_finite, load_states
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.processes import Processes, StopSignals
-from gptling.report import Report, sample_lines
+from gptling.report import Report, print_evaluation, sample_lines
 from gptling.tokenizers import load_tokenizer
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
@@ -53,7 +52,8 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
     resume: bool = False  # go on from the newest checkpoint in out_dir; flags override, presets not
     overwrite: bool = False  # delete the run that is in out_dir
-    init_from: str = "scratch"  # scratch, a checkpoint directory, or the hub name of a GPT-2
+    init_from: str = "scratch"  # scratch, a run, a checkpoint, or the hub name of a GPT-2
+    eval_only: bool = False  # only print the loss of init_from over the whole validation split
     batch_size: Count = 12  # sequences of block_size tokens in a micro-batch
     gradient_accumulation_steps: Count = 1  # micro-batches in a step, of all processes together
     max_iters: Count = 2000  # steps
@@ -90,9 +90,11 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
             raise ValueError(f"--dataset={self.dataset}: give a name under data/, not a path")
         if self.min_lr > self.learning_rate and not self.resume:  # then the run's own counts
             raise ValueError(f"--min_lr={self.min_lr} is above the learning_rate: lower it")
-        if self.resume and self.overwrite:
-            raise ValueError("--resume and --overwrite exclude each other")
-        if self.fsdp and self.optimizer == "muon" and not self.resume:
+        if self.resume + self.overwrite + self.eval_only > 1:
+            raise ValueError("--resume, --overwrite and --eval_only exclude each other")
+        if self.eval_only and self.init_from == "scratch":
+            raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
+        if self.fsdp and self.optimizer == "muon" and not (self.resume or self.eval_only):
             raise ValueError("--fsdp: Muon needs whole matrices; use --optimizer=adamw")
 
 
@@ -162,6 +164,8 @@ def build_model(config: TrainConfig, given: dict, data: Dataset, resumed_from: P
         multiple = config.vocab_multiple
         sizes["vocab_size"] = math.ceil(data.tokenizer.n_vocab / multiple) * multiple
         model = GPT(GPTConfig(**sizes))
+    if config.eval_only and "block_size" not in given:
+        config.block_size = data.block_size = model.config.block_size
     if config.block_size > model.config.block_size:
         raise UserError(f"--block_size={config.block_size}: longer than that of {source}")
     for name in sizes.keys() - {"block_size"}:  # sequences may be shorter than the model allows
@@ -179,20 +183,14 @@ def main():
     processes = Processes(config.device)
     rank, world_size, device = processes.rank, processes.world_size, processes.device
     run_directory = RunDirectory(Path(config.out_dir), processes)
-    if processes.restarted:
-        config.resume = processes.all_reduce_max(len(list_checkpoints(config.out_dir))) > 0
-        config.overwrite = not config.resume
     resumed_from, state = None, {}
-    if config.resume:
-        resumed_from, state = run_directory.newest_state()
-        given |= {"out_dir": config.out_dir}
-        config = resumed_config(TrainConfig, state["config"], given, FIXED)
-        if state["progress"].step >= config.max_iters:
-            raise UserError(f"{resumed_from} has all its steps: give a higher --max_iters")
-    elif not config.overwrite:
-        run_directory.refuse_another_run()
+    if config.eval_only:
+        config.init_from = str(find_checkpoint(config.init_from))
+        config.eval_tokens = given.get("eval_tokens", 0)
+    else:  # explicit flags override what a resumed run had
+        config, resumed_from, state = run_directory.resume(config, given, FIXED)
     progress = state.get("progress", Progress())
-    micro_batch_size, micro_steps = micro_batches(config, world_size)
+    _, micro_steps = micro_batches(config, world_size)
 
     # ------------------------------------------------------------ data
     if config.dataset == "quickstart" and not Path("data/quickstart").exists() and processes.first:
@@ -209,31 +207,32 @@ def main():
     model = build_model(config, given, data, resumed_from)
     # A block of width 64 took 1.45 times as long in bfloat16 as in float32, a step at 128 0.56.
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
-    mixed = config.dtype != "float32"
-    autocast = torch.autocast(device, getattr(torch, config.dtype)) if mixed else nullcontext()
+    dtype = getattr(torch, config.dtype)
+    autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
     use_fused_loss(model)  # which never holds all logits in float32
     if device == "cpu":
         keep_freed_memory()
         use_float32_attention(model)
     for block in model.h if config.recompute else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    n_parameters = sum(p.numel() for p in model.parameters())
     parallel = processes.wrap(model, config.fsdp, autocast)  # gradients are those of all processes
     compile = device == "cuda" if config.compile == "auto" else config.compile
     compiled = torch.compile(parallel) if compile else parallel
+    if config.eval_only:
+        with autocast:
+            print_evaluation(config.init_from, data, *evaluate(compiled, data, config, processes))
+        return
 
     # ------------------------------------------------------------ optimizers
     optimizers = configure_optimizers(model, config)
     scaler = torch.amp.GradScaler(device, enabled=config.dtype == "float16")
-    if state:
-        load_states(optimizers, scaler, state)
+    load_states(optimizers, scaler, state)  # of a resumed run
 
     # ------------------------------------------------------------ what is written
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
     batches = itertools.chain([next(batches)], batches)  # bad data shows before anything is written
     run_directory.start(progress.step, config.overwrite)
-    tokens_per_step = micro_batch_size * config.block_size * micro_steps * world_size
-    report = Report(config, processes, progress.step, tokens_per_step, n_parameters, data.n_tokens)
+    report = Report(config, processes, progress.step, model, data.n_tokens)
 
     def save(metrics):
         """A checkpoint of now; every process gives its shards, the first one writes."""

@@ -93,8 +93,30 @@ class RunDirectory:
     """out/NAME, which one training at a time writes into: the first of its processes."""
 
     def __init__(self, path: Path, processes):
-        self.path, self.processes = path, processes
-        self.lock = lock_directory(path) if processes.first and path.is_dir() else None
+        self.path, self.processes, self.lock = path, processes, None
+
+    def take_lock(self):
+        """Keep other trainings out until this one ends. Raises UserError where one is there."""
+        if self.processes.first and self.path.is_dir() and not self.lock:
+            self.lock = lock_directory(self.path)
+
+    def resume(self, config: Any, given: dict, fixed: set[str]) -> tuple[Any, Path | None, dict]:
+        """(configuration, checkpoint, training state) of the run to go on with, as config.resume or
+        a restart by torchrun say; (config, None, {}) for a new one. Raises UserError."""
+        self.take_lock()
+        if self.processes.restarted:
+            config.resume = self.processes.all_reduce_max(len(list_checkpoints(self.path))) > 0
+            config.overwrite = not config.resume
+        if not config.resume:
+            if not config.overwrite:
+                self.refuse_another_run()
+            return config, None, {}
+        checkpoint, state = self.newest_state()
+        given = given | {"out_dir": config.out_dir}
+        config = resumed_config(type(config), state["config"], given, fixed)
+        if state["progress"].step >= config.max_iters:
+            raise UserError(f"{checkpoint} has all its steps: give a higher --max_iters")
+        return config, checkpoint, state
 
     def newest_state(self) -> tuple[Path, dict[str, Any]]:
         """The newest checkpoint that is whole, in all processes, and its training state; damaged
@@ -124,7 +146,7 @@ class RunDirectory:
             return
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = self.lock or lock_directory(self.path)
+            self.take_lock()
             if step == 0 and not overwrite:
                 self.refuse_another_run()  # one that has come to its end there meanwhile
             for path in self.path.glob(".checkpoint-*"):  # what a crash has left

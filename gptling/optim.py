@@ -64,6 +64,8 @@ def whole_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 
 def load_states(optimizers: list[torch.optim.Optimizer], scaler, state: dict[str, Any]):
     """Give optimizers and GradScaler what a checkpoint has of them. Raises UserError."""
+    if not state:
+        return
     try:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             if state["progress"].overflows < state["progress"].step:  # it has had a step

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from gptling.cli import optional_package
+from gptling.dataset import Dataset
 from gptling.devices import flops_utilisation
 from gptling.files import replacing, writing
 from gptling.processes import Processes
@@ -22,15 +24,17 @@ from gptling.tokenizers import start_token
 class Report:
     """The report of a run, from `step` on; of several processes the first one reports."""
 
-    def __init__(self, config, processes: Processes, step, tokens_per_step, n_parameters, n_tokens):
+    def __init__(self, config, processes: Processes, step, model, n_tokens):
         self.config, self.processes, self.out_dir = config, processes, Path(config.out_dir)
-        self.tokens_per_step, self.n_parameters, self.step = tokens_per_step, n_parameters, step
+        self.step, self.n_parameters = step, sum(p.numel() for p in model.parameters())
+        sequences_per_step = config.batch_size * config.gradient_accumulation_steps
+        self.tokens_per_step = sequences_per_step * config.block_size
         self.started = self.last_time = time.perf_counter()
         self.boards = open_boards(config, self.out_dir, step) if processes.first else []
         several = f", {processes.world_size} processes" * (processes.world_size > 1)
         resumed = f", from step {step}" * (step > 0)
         print(
-            f"{n_parameters:,} parameters, {tokens_per_step:,} tokens a step, "
+            f"{self.n_parameters:,} parameters, {self.tokens_per_step:,} tokens a step, "
             f"{config.max_iters:,} steps on {n_tokens:,} tokens; "
             f"{processes.device}, {config.dtype}{several}{resumed}",
             flush=True,
@@ -98,6 +102,15 @@ class Report:
             print(f"{seconds:.0f} s; next: python sample.py {self.config.out_dir}")
         if self.config.wandb and self.processes.first:
             sys.modules["wandb"].finish()
+
+
+def print_evaluation(name: str, data: Dataset, nats: float, bits_per_byte: float):
+    """What --eval_only says of a model, given its loss in nats per token."""
+    perplexity = float(np.exp(nats))  # inf where it is beyond float64
+    print(
+        f"{nats:.4f} nats per token, perplexity {perplexity:,.4f}, {bits_per_byte:.4f} bits per "
+        f"byte: {name}, over {len(data.val) - 1:,} tokens of {data.directory / 'val.npy'}"
+    )
 
 
 def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]:

@@ -114,6 +114,15 @@ def test_two_processes_give_the_weights_of_one(here):
 
 
 @pytest.mark.slow
+def test_two_processes_share_an_evaluation(trained):
+    flags = ["--eval_only", "--init_from=out/mine", "--dataset=mine", "--batch_size=2"]
+    process = run_script("train.py", *flags, cwd=trained)
+    for more in ([], ["--fsdp"]):
+        output = finish(torchrun(str(ROOT / "train.py"), *flags, *more, cwd=trained))
+        assert process.stdout.decode() in output
+
+
+@pytest.mark.slow
 def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here):
     split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
     two = [

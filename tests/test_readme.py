@@ -3,10 +3,12 @@ presets that exist, their Python runs, their links lead somewhere."""
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
 import shlex
+import shutil
 import tomllib
 
 import pytest
@@ -14,12 +16,16 @@ import pytest
 from gptling.cli import CONFIG, load
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tests.conftest import ROOT
+from tests.conftest import ROOT, output_of
 from train import TrainConfig
 
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SCRIPTS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
-RUN_BY = {"export.md": "test_ecosystem.py", "large_corpora.md": "test_corpora.py"}  # their Python
+RUN_BY = {  # their Python
+    "attention.md": "test_attention_page.py",
+    "export.md": "test_ecosystem.py",
+    "large_corpora.md": "test_corpora.py",
+}
 
 
 def blocks(page, language):
@@ -97,6 +103,21 @@ def test_python_runs(code, trained, tmp_path):
     with contextlib.chdir(trained), contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(tmp_path / "block.py"))
     assert printed.getvalue().strip()
+
+
+def test_the_line_behind_a_checkpoint_is_replayed(trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    more = ["--out_dir=out/mine", "--resume", "--max_iters=21"]
+    output_of("train.py", *more, cwd=tmp_path)
+    last = json.loads((tmp_path / "out/mine/log.jsonl").read_text().splitlines()[-2])
+    code = next(code for page, code in PYTHON if "token_losses" in code)
+    code = code.replace("out/my/checkpoint-500", "out/mine/checkpoint-20").replace("510", "21")
+    (tmp_path / "block.py").write_text(code, encoding="utf-8")
+    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()):
+        replayed = runpy.run_path(str(tmp_path / "block.py"))
+    assert last["step"] == 21
+    assert replayed["loss"].item() == pytest.approx(last["loss"], abs=1e-5)
+    assert replayed["by_sequence"].mean().item() == pytest.approx(last["loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("page", [page for page in RUN_BY if (ROOT / "docs" / page).exists()])

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -418,6 +419,59 @@ def test_training_starts_from_a_checkpoint(trained, tmp_path):
     output_of("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
     before = read_log(trained / "out" / "mine")[-1]["val_loss"]
     assert read_log(tmp_path / "out" / "mine")[-1]["val_loss"] == pytest.approx(before, abs=1e-5)
+
+
+def files_below(directory):
+    return {file: file.stat().st_mtime_ns for file in directory.rglob("*")}
+
+
+def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
+    """While another process trains in the folder, too."""
+    run, before = trained / "out" / "mine", files_below(trained)
+    with filelock.FileLock(run / ".lock"):
+        output = output_of(
+            "train.py", "--eval_only", "--init_from=out/mine", "--dataset=mine", cwd=trained
+        )
+    best = min((e for e in read_log(run) if "val_loss" in e), key=lambda e: e["val_loss"])
+    assert f"{best['val_loss']:.4f} nats per token" in output
+    assert f"perplexity {math.exp(best['val_loss']):.4f}" in output
+    assert f"{best['bits_per_byte']:.4f} bits per byte" in output
+    assert f"checkpoint-{best['step']}, over" in output
+    after = files_below(trained)
+    assert before.items() <= after.items() and {path.name for path in after.keys() - before} <= {
+        ".lock"
+    }
+
+
+@torch.no_grad()
+def test_eval_only_takes_the_whole_split_in_sequences_as_long_as_the_model(trained):
+    """Whatever a preset says; flags count. Against the mean over single sequences."""
+    (trained / "few.toml").write_text("eval_tokens = 40\nblock_size = 8\ndtype = 'float32'\n")
+    arguments = ["few.toml", "--eval_only", "--init_from=out/mine", "--dataset=mine"]
+    model = GPT.from_pretrained(trained / "out" / "mine" / "checkpoint-20")
+    val = torch.from_numpy(np.load(trained / "data" / "mine" / "val.npy").astype(np.int64))
+    for flags, T, n in (([], 16, len(val)), (["--block_size=8", "--eval_tokens=40"], 8, 41)):
+        output = output_of("train.py", *arguments, *flags, cwd=trained)
+        parts = zip(val[: n - 1].split(T), val[1:n].split(T), strict=True)
+        nats = sum(float(model(x[None], y[None])[1]) * len(x) for x, y in parts) / (n - 1)
+        assert float(output.split()[0]) == pytest.approx(nats, abs=2e-4)
+        assert f"over {n - 1:,} tokens" in output
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--eval_only"], "--init_from=out/NAME"),
+        (["--eval_only", "--init_from=out/mine", "--resume"], "exclude"),
+        (["--eval_only", "--init_from=out/mine", "--overwrite"], "exclude"),
+        (["--eval_only", "--init_from=out/nothing"], "no checkpoint there"),
+        (["--eval_only", "--init_from=out/mine", "--block_size=32"], "longer than that of"),
+    ],
+)
+def test_eval_only_without_a_model_or_with_a_contradiction_is_refused(trained, flags, words):
+    process = run_script("train.py", *flags, "--dataset=mine", cwd=trained)
+    assert process.returncode in (1, 2) and words in process.stderr.decode()
+    assert list_checkpoints(trained / "out" / "mine")
 
 
 def test_quick_start_prepares_its_corpus(tmp_path):
