@@ -87,8 +87,8 @@ PYTHON = [(page.name, code) for page in PAGES for code in blocks(page, "python")
 def python_blocks():
     for page, code in PYTHON:
         slow = [pytest.mark.slow] if "transformers" in code else []  # whose import takes seconds
-        first = next(line for line in code.splitlines() if "import" in line)
         if page not in RUN_BY:
+            first = next(line for line in code.splitlines() if "import" in line)
             yield pytest.param(code, marks=slow, id=f"{page}: {first}")
 
 

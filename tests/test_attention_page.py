@@ -1,0 +1,133 @@
+"""docs/attention.md is true: its blocks print what stands behind them, the numbers of the tutorials
+are on the page, and model.py has every name that the page points to."""
+
+import contextlib
+import io
+import re
+
+import pytest
+import torch
+
+import model
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", PAGE, re.M | re.S)
+
+
+@pytest.fixture
+def printed(tmp_path, monkeypatch):
+    """A function that runs blocks of Python in one namespace, in an empty directory with docs/, and
+    returns what each has printed."""
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def run(blocks):
+        namespace, outputs = {}, []
+        for number, code in enumerate(blocks, 1):
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(code, f"docs/attention.md, block {number}", "exec"), namespace)
+            outputs.append(output.getvalue())
+        return outputs
+
+    with torch.enable_grad(), torch.random.fork_rng():  # both are as before at the end
+        yield run
+    torch.set_printoptions(profile="default")
+
+
+@pytest.mark.parametrize("picture", [True, False])
+def test_blocks_print_what_stands_behind_them(printed, picture):
+    """Without matplotlib too: no block needs that of the picture."""
+    if picture:
+        pytest.importorskip("matplotlib", reason="pip install -e '.[curves]' brings matplotlib")
+    blocks = [block for block in BLOCKS if picture or "matplotlib" not in block[0]]
+    assert printed(code for code, _ in blocks) == [output for _, output in blocks]
+
+
+def test_the_picture_is_that_of_its_block(printed, tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install -e '.[curves]' brings matplotlib")
+    from PIL import Image, ImageChops, ImageStat  # matplotlib brings it
+
+    last = next(i for i, (code, _) in enumerate(BLOCKS) if "matplotlib" in code)
+    printed(code for code, _ in BLOCKS[: last + 1])
+    path = "docs/attention.png"
+    drawn, shown = (Image.open(root / path).convert("RGB") for root in (tmp_path, ROOT))
+    assert drawn.size == shown.size
+    difference = ImageStat.Stat(ImageChops.difference(drawn, shown))
+    assert max(difference.mean) < 5  # of 255; another matplotlib moves a letter by a pixel
+    assert "](attention.png)" in PAGE
+
+
+def test_every_output_belongs_to_a_block():
+    assert len(re.findall("^```text$", PAGE, re.M)) == sum(output != "" for _, output in BLOCKS)
+    assert len(re.findall("^```python$", PAGE, re.M)) == len(BLOCKS)
+
+
+def test_no_block_has_more_than_15_lines():
+    for code, _ in BLOCKS:
+        assert code.count("\n") <= 15, code
+
+
+# A row for each word; the page prints a column for each.
+WORDS = {
+    "no weights": [
+        [0.4421, 0.5931, 0.5790],
+        [0.4419, 0.6515, 0.5683],
+        [0.4431, 0.6496, 0.5671],
+        [0.4304, 0.6298, 0.5510],
+        [0.4671, 0.5910, 0.5266],
+        [0.4177, 0.6503, 0.5645],
+    ],
+    "learned weights": [
+        [0.2996, 0.8053],
+        [0.3061, 0.8210],
+        [0.3058, 0.8203],
+        [0.2948, 0.7939],
+        [0.2927, 0.7891],
+        [0.2990, 0.8040],
+    ],
+    "linear layers": [
+        [-0.0739, 0.0713],
+        [-0.0748, 0.0703],
+        [-0.0749, 0.0702],
+        [-0.0760, 0.0685],
+        [-0.0763, 0.0679],
+        [-0.0754, 0.0693],
+    ],
+    "causal multi-head": [
+        [0.3190, 0.4858],
+        [0.2943, 0.3897],
+        [0.2856, 0.3593],
+        [0.2693, 0.3873],
+        [0.2639, 0.3928],
+        [0.2575, 0.4028],
+    ],
+}
+MASKS = {
+    "causal": [[1, 0, 0], [0.0067, 0.9933, 0], [0.0067, 0.9930, 0.0003]],
+    "padding": [[1, 0, 0], [0.0067, 0.9933, 0], [0.0067, 0.9933, 0]],
+}
+COLUMNS = {name: [list(row) for row in zip(*rows, strict=True)] for name, rows in WORDS.items()}
+NUMBERS = COLUMNS | MASKS
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_the_tutorials_are_on_the_page(name):
+    rows = NUMBERS[name]
+    page = re.findall(r"\[([^][]+)\]", "".join(output for _, output in BLOCKS))
+    page = [[float(number) for number in row.split(",")] for row in page]
+    assert rows in [page[i : i + len(rows)] for i in range(len(page))]
+
+
+def test_names_said_to_be_in_model_py_are_there():
+    gpt = model.GPT(model.GPTConfig(block_size=4, vocab_size=5, n_layer=1, n_head=1, n_embd=2))
+    examples = {"GPT": gpt, "MultiHeadAttention": gpt.h[0].attn}  # which have their layers too
+    sections = re.split(r"^## ", PAGE, flags=re.M)[1:]
+    for section in sections:
+        (line,) = re.findall(r"^In model\.py: (.*)$", section, re.M)
+        names = re.findall(r"`([^`]+)`", line)
+        assert names, line
+        for name in names:
+            owner, _, attribute = name.partition(".")
+            assert hasattr(model, owner), name
+            assert not attribute or hasattr(examples.get(owner, getattr(model, owner)), attribute)
