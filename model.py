@@ -111,8 +111,11 @@ class MultiHeadAttention(nn.Module):
         self.causal, self.dropout = causal, dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
-        mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
-        self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
+        full = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
+        mask = full.tril() if causal else full
+        self.register_buffer("causal_mask", mask, persistent=False)
+        # The kernel has these two of its own, which are faster; a mask of another form is given it.
+        self.plain_mask = mask.is_meta or torch.equal(mask, full.tril() if causal else full)
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
         """x (B, T, d_in) to (B, T, d_out).
@@ -128,7 +131,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v, self.block_size)
         dropout_p = self.dropout if self.training else 0.0
-        if padding_mask is None and (past == 0 or q.size(2) == 1):
+        if self.plain_mask and padding_mask is None and (past == 0 or q.size(2) == 1):
             # The kernel's own triangle, in the place of an equal causal_mask, has query 0 at key 0;
             # one query after a past sees all keys.
             is_causal = self.causal if past == 0 else False
@@ -278,19 +281,26 @@ GPT2_CONSTANTS |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx"
 GPT2_CONSTANTS |= {"add_cross_attention": False, "tie_word_embeddings": True}
 
 
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint has: parameters, persistent buffers, an output layer if it is not tied."""
+    tensors = model.state_dict()
+    if model.lm_head.weight is model.wte.weight:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
 def model_type(model: nn.Module) -> str:
     """ARCHITECTURE, or "gptling" for one that is called gpt2 and has other modules, parameters or
     fields."""
     config, C = model.config, model.config.n_embd
+    block = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C)}
+    block |= {"ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
     shapes = {"wte": (config.vocab_size, C), "wpe": (config.block_size, C), "ln_f": (C,)}
-    for i in range(config.n_layer):
-        shapes |= {f"h.{i}.ln_1": (C,), f"h.{i}.attn.c_attn": (3 * C, C)}
-        shapes |= {f"h.{i}.attn.c_proj": (C, C), f"h.{i}.ln_2": (C,)}
-        shapes |= {f"h.{i}.mlp.c_fc": (4 * C, C), f"h.{i}.mlp.c_proj": (C, 4 * C)}
+    shapes |= {f"h.{i}.{n}": block[n] for i in range(config.n_layer) for n in block}
     gpt2 = {f"{name}.weight": shape for name, shape in shapes.items()}
     if config.bias:
         gpt2 |= {f"{n}.bias": shape[:1] for n, shape in shapes.items() if n not in ("wte", "wpe")}
-    same = gpt2 == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    same = gpt2 == {name: tuple(t.shape) for name, t in stored_tensors(model).items()}
     same = same and {field.name for field in fields(config)} == HF_NAMES.keys()
     own = {GPT, Block, MultiHeadAttention, MLP}
     theirs = {nn.Embedding, nn.LayerNorm, nn.Linear, nn.ModuleList, nn.Dropout}
@@ -318,10 +328,6 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight  # tied, and so without memory of its own
-        mask = self.h[0].attn.causal_mask
-        for block in self.h:  # one for all layers, where it is the same
-            if not mask.is_meta and torch.equal(block.attn.causal_mask, mask):
-                block.attn.causal_mask = mask
         # Which ids may be drawn: not those that only pad the vocabulary (see restrict_to_tokens).
         drawable = torch.ones(config.vocab_size, dtype=torch.bool)
         self.register_buffer("drawable", drawable, persistent=False)
@@ -450,6 +456,8 @@ class GPT(nn.Module):
             for key, value in ({"model_type": kind} | constants).items():
                 if stored.get(key, value) != value:
                     raise ValueError(f"{key} is {stored[key]!r:.50}, that of model.py {value!r}")
+            if unknown := sorted(set(stored.get("fields", ())) - names.keys()):
+                raise ValueError(f"it has {', '.join(unknown)}, which GPTConfig has not")
             parameters, weights = expected.state_dict(), {}
             for name, tensor in tensors.items():
                 name = name.removeprefix("transformer.")
@@ -476,8 +484,8 @@ class GPT(nn.Module):
         directory, kind = Path(directory), model_type(self)
         directory.mkdir(parents=True, exist_ok=True)
         tensors = {}
-        for name, parameter in self.named_parameters():
-            tensor = parameter.detach().cpu()
+        for name, tensor in stored_tensors(self).items():
+            tensor = tensor.cpu()
             if kind == "gpt2" and not self.config.bias and not name.startswith(("wte", "wpe")):
                 zeros = tensor.new_zeros(len(tensor))  # GPT-2 has biases: of zeros
                 tensors[f"transformer.{name.removesuffix('weight')}bias"] = zeros
@@ -490,6 +498,8 @@ class GPT(nn.Module):
         config = {"model_type": kind, "architectures": ["GPT"]}
         if kind == "gpt2":
             config |= {"architectures": ["GPT2LMHeadModel"]} | GPT2_CONSTANTS
+        else:
+            config["fields"] = [field.name for field in fields(self.config)]
         config |= {HF_NAMES.get(name, name): value for name, value in asdict(self.config).items()}
         config |= {"embd_pdrop": self.config.dropout, "attn_pdrop": self.config.dropout}
         config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}

@@ -20,7 +20,7 @@ import tyro
 
 from gptling.cli import Count, UserError, check_numbers, load, run
 from gptling.decoding import WIDE, speed_up
-from gptling.devices import pick_device, pick_dtype
+from gptling.devices import cast_parameters, pick_device, pick_dtype
 from gptling.explain import check_page, explain, write_page
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.streaming import Sample, print_in_order
@@ -153,7 +153,7 @@ def main():
     model = load_model(GPT, checkpoint)
     original = copy.deepcopy(model) if config.explain else None  # in float32, its layers untouched
     dtype = pick_dtype(config.dtype, config.device, wide=model.config.n_embd >= WIDE)
-    model.to(config.device, getattr(torch, dtype))
+    cast_parameters(model.to(config.device), getattr(torch, dtype))
     n = sum(parameter.numel() for parameter in model.parameters())
     print(f"{checkpoint}: {n:,} parameters; {config.device}, {dtype}", file=sys.stderr)
     speed_up(model, config.compile)

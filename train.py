@@ -140,15 +140,14 @@ def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Op
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, processes: Processes):
     """Loss over the validation split: (nats per token, bits per byte of text)."""
-    nats = torch.zeros((), dtype=torch.float64)
+    sums = []  # on the device, which nothing waits for
     model.eval()
     for idx, targets in data.validation_batches(config.batch_size, processes):
         _, loss = model(idx, targets)
-        count = int((targets != -100).sum())
-        if count:  # the loss is a mean over the targets that count
-            nats += loss.cpu().double() * count
+        count = (targets != -100).sum()  # the loss is a mean over the targets that count
+        sums.append(torch.where(count > 0, loss * count, 0))
     model.train()
-    nats = processes.sum(nats).item()
+    nats = processes.sum(torch.stack(sums).cpu().double().sum()).item()
     return nats / (len(data.val) - 1), nats / (math.log(2) * max(1, data.val_bytes))
 
 

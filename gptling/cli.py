@@ -4,6 +4,7 @@ A field `top_k: int = 200  # help` is the flag `--top_k 200` or `--top-k=200`. A
 TOML file of the same keys, before the flags. Defaults < presets from left to right < flags.
 """
 
+import dataclasses
 import difflib
 import importlib
 import io
@@ -55,6 +56,8 @@ def run(main: Callable[[], int | None]):
         words = "out of memory" if isinstance(error, MemoryError) else str(error)
         if re.search("out of memory|not enough memory|can't allocate memory", words):
             _fail("out of memory: a smaller batch, sequence or model takes less")
+        if re.search("InvalidCxxCompiler|CppCompileError|C compiler|working triton", words):
+            _fail("PyTorch finds no compiler that works: install one, or give --compile=False")
         if re.search("Connection (closed|reset) by peer", words):
             _fail("another of the processes has ended; see what it wrote")
         raise
@@ -100,7 +103,8 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
     Without it `cls` has a positional field of its own. A usage error exits with code 2."""
     words = sys.argv[1:] if argv is None else argv  # UTF-8, whatever the locale says
     argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
-    hints, default = get_type_hints(cls), cls()
+    hints, default = get_type_hints(cls), object.__new__(cls)
+    vars(default).update({field.name: field.default for field in dataclasses.fields(cls)})
     if default_preset:
         first = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
         presets, argv = argv[:first], argv[first:]

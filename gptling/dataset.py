@@ -81,9 +81,10 @@ class Dataset:
 
         def load(step, micro_step):
             ranks = processes.rank, processes.world_size
-            x, y = get_batch(self.train, config, step, micro_step, *ranks)
-            self.check_ids(torch.stack([x, y]))
-            return processes.to_device(x), processes.to_device(y)
+            sequences = get_sequences(self.train, config, step, micro_step, *ranks)
+            self.check_ids(sequences)
+            sequences = processes.to_device(sequences)  # whole: a view would not be sent as it is
+            return sequences[:, :-1], sequences[:, 1:]
 
         return prefetch(load, itertools.product(steps, range(micro_steps)))
 
@@ -96,10 +97,9 @@ class Dataset:
             start = (i * processes.world_size + processes.rank) * size
             ids = torch.from_numpy(self.val[start : start + size + 1].astype(np.int64))
             count = max(0, len(ids) - 1)
-            rows = max(1, math.ceil(count / T))
-            idx, targets = torch.zeros(rows * T, dtype=torch.int64), torch.full((rows * T,), -100)
+            idx, targets = torch.zeros(size, dtype=torch.int64), torch.full((size,), -100)
             idx[:count], targets[:count] = ids[:count], ids[1:]
-            yield tuple(processes.to_device(t.view(rows, T)) for t in (idx, targets))
+            yield tuple(processes.to_device(t.view(-1, T)) for t in (idx, targets))
 
 
 def micro_batches(config, world_size: int) -> tuple[int, int]:
@@ -119,7 +119,13 @@ def sequence_order(n_sequences: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def get_batch(shards: Sequence[np.ndarray], config, step, micro_step=0, rank=0, world_size=1):
-    """Inputs and targets, (B, block_size) int64 each, B as micro_batches says: a pure function.
+    """Inputs and targets, (B, block_size) int64 each; arguments as for get_sequences."""
+    sequences = get_sequences(shards, config, step, micro_step, rank, world_size)
+    return sequences[:, :-1], sequences[:, 1:]  # the target of a token is the next one
+
+
+def get_sequences(shards, config, step, micro_step, rank, world_size) -> torch.Tensor:
+    """Those of a micro-batch, (B, block_size + 1) int64, B as micro_batches says: a pure function.
 
     An epoch visits every sequence once, in an order drawn from (seed, epoch). Sequences do not
     overlap; where the first one starts is drawn anew in each epoch. A step takes the same ones
@@ -138,8 +144,7 @@ def get_batch(shards: Sequence[np.ndarray], config, step, micro_step=0, rank=0, 
         slack = min(T - 1, len(shard) - 1 - counts[n] * T)
         start = index * T + np.random.default_rng((config.seed, epoch, n)).integers(slack + 1)
         sequences[row] = shard[start : start + T + 1]
-    sequences = torch.from_numpy(sequences)
-    return sequences[:, :-1], sequences[:, 1:]  # the target of a token is the next one
+    return torch.from_numpy(sequences)
 
 
 def prefetch(load, places) -> Iterator[Any]:

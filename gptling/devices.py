@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -32,6 +33,12 @@ def pick_dtype(dtype: str, device: str, wide: bool) -> str:
     return "bfloat16" if device == "cpu" and native and wide else "float32"
 
 
+def cast_parameters(model: nn.Module, dtype: torch.dtype):
+    """Parameters to a dtype, and no buffers, as nn.Module.to does: angles need their digits."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
     """F.scaled_dot_product_attention; in float32 for q in bfloat16 on a CPU, whose kernel takes 8
     times as long for one query; only in training on long sequences it does not."""
@@ -46,12 +53,18 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
 
 
 def use_float32_attention(model: nn.Module) -> bool:
-    """Let each attention layer that names its kernel `attend` use float32_attention; False for a
-    model without one, whose keys have to keep their dtype."""
-    layers = [module for module in model.modules() if hasattr(module, "attend")]
+    """Let attention whose kernel `attend` is PyTorch's use float32_attention; False for a model
+    with other attention, whose keys have to keep their dtype."""
+    return replace_attention(model, float32_attention) == len(model.h)
+
+
+def replace_attention(model: nn.Module, attention: Callable) -> int:
+    """Put a function in the place of PyTorch's kernel of attention; returns in how many layers."""
+    kernels = (F.scaled_dot_product_attention, float32_attention)
+    layers = [module for module in model.modules() if getattr(module, "attend", None) in kernels]
     for layer in layers:
-        layer.attend = float32_attention
-    return bool(layers)
+        layer.attend = attention
+    return len(layers)
 
 
 def keep_freed_memory():

@@ -98,8 +98,11 @@ class Processes:
         if self.world_size == 1:
             return model
         # The other name that PyTorch 2.13 warns about is not there before it.
+        if self.device == "cuda":  # where steps are compiled: not cut at DDP's buckets
+            torch._dynamo.config.optimize_ddp = False
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
-        parallel = DistributedDataParallel(model, broadcast_buffers=False)
+        options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+        parallel = DistributedDataParallel(model, **options)
         for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
             idx = self.to_device(torch.zeros(1, model.config.block_size, dtype=torch.int64))
             with autocast:

@@ -43,7 +43,22 @@ def unboxed(error):
     return " ".join(re.sub("[─-╿]|-{9,}", " ", error).split())
 
 
+@dataclass
+class Derived:
+    n_head: int = 12
+    n_kv_head: int = 0  # 0 for n_head
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+
+
 # ---------------------------------------------------------------------------- order
+
+
+def test_a_value_that_is_derived_from_others_is_derived_at_last(tmp_path):
+    (tmp_path / "small.toml").write_text("n_head = 8")
+    assert load(Derived, "", ["--n_head=4"])[0] == Derived(4, 4)
+    assert load(Derived, "", [str(tmp_path / "small.toml")], "unused")[0] == Derived(8, 8)
 
 
 def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path, empty):

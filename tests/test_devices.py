@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from gptling.cli import UserError
 from gptling.devices import (
+    cast_parameters,
     float32_attention,
     flops_utilisation,
     keep_freed_memory,
@@ -109,3 +110,24 @@ def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():
     assert flops_utilisation(1e6, 124_000_000, "NVIDIA H200") == pytest.approx(0.752, abs=1e-3)
     assert flops_utilisation(1e6, 124_000_000, "NVIDIA GeForce GTX 1060") is None
     assert flops_utilisation(1e6, 124_000_000, "") is None
+
+
+def test_attention_with_a_kernel_of_its_own_keeps_it():
+    def softmax_of_nothing(q, k, v, **options):
+        return v
+
+    model = GPT(GPTConfig(8, 11, 2, 2, 8))
+    assert use_float32_attention(model) and use_float32_attention(model)
+    model.h[1].attn.attend = softmax_of_nothing
+    assert not use_float32_attention(model)
+    assert model.h[0].attn.attend is float32_attention
+    assert model.h[1].attn.attend is softmax_of_nothing
+
+
+def test_buffers_keep_their_digits_where_parameters_are_cast():
+    model = GPT(GPTConfig(8, 11, 1, 2, 8))
+    model.register_buffer("angles", torch.tensor([1 + 2j]))
+    cast_parameters(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.angles.dtype == torch.complex64
+    assert model.lm_head.weight is model.wte.weight

@@ -403,6 +403,16 @@ def test_recomputing_activations_changes_no_result(trained, tmp_path):
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_a_compiler_that_is_missing_is_one_line(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": "/nonexistent"}
+    flags = ["--dataset=mine", *TINY, "--compile"]
+    process = run_script("train.py", *flags, cwd=tmp_path, **caches)
+    assert process.returncode == 1 and b"Traceback" not in process.stderr
+    assert b"no compiler that works" in process.stderr.splitlines()[-1]
+
+
 def test_a_padded_vocabulary_draws_real_tokens_only(trained, tmp_path):
     copy_data(trained, tmp_path)
     output_of("train.py", "--dataset=mine", *TINY, "--vocab_multiple=128", cwd=tmp_path)
