@@ -114,7 +114,7 @@ class MultiHeadAttention(nn.Module):
         full = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         mask = full.tril() if causal else full
         self.register_buffer("causal_mask", mask, persistent=False)
-        # The kernel has these two of its own, which are faster; a mask of another form is given it.
+        # The kernel makes these two itself, and faster; a mask of another form is passed to it.
         self.plain_mask = mask.is_meta or torch.equal(mask, full.tril() if causal else full)
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):

@@ -153,7 +153,7 @@ def main():
     model = load_model(GPT, checkpoint)
     original = copy.deepcopy(model) if config.explain else None  # in float32, its layers untouched
     dtype = pick_dtype(config.dtype, config.device, wide=model.config.n_embd >= WIDE)
-    cast_parameters(model.to(config.device), getattr(torch, dtype))
+    cast_parameters(model, getattr(torch, dtype)).to(config.device)
     n = sum(parameter.numel() for parameter in model.parameters())
     print(f"{checkpoint}: {n:,} parameters; {config.device}, {dtype}", file=sys.stderr)
     speed_up(model, config.compile)

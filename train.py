@@ -2,7 +2,7 @@
 
     python train.py                                    # the quick start: config/quickstart.toml
     python train.py --dataset=mine                     # the same recipe on data/mine
-    python train.py config/gpt2.toml --batch_size=8
+    python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
     python train.py --out_dir=out/gpt2 --resume        # go on from its newest checkpoint
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
@@ -157,7 +157,8 @@ def build_model(config: TrainConfig, given: dict, data: Dataset, resumed_from: P
     source = resumed_from or (config.init_from != "scratch" and find_checkpoint(config.init_from))
     if source:
         if load_tokenizer(source)._mergeable_ranks != data.tokenizer._mergeable_ranks:
-            raise UserError(f"{source} has another tokenizer than {data.directory}")
+            way_out = f"prepare that text with --tokenizer={source}"
+            raise UserError(f"{source} has another tokenizer than {data.directory}: {way_out}")
         model = load_model(GPT, source, dropout=config.dropout)
     else:
         multiple = config.vocab_multiple
@@ -183,16 +184,16 @@ def main():
     rank, world_size, device = processes.rank, processes.world_size, processes.device
     run_directory = RunDirectory(Path(config.out_dir), processes)
     resumed_from, state = None, {}
-    if config.eval_only:
+    if config.eval_only:  # over the whole split, in sequences that build_model makes longer
+        vars(config).update({"eval_tokens": 0, "block_size": 1} | given)
         config.init_from = str(find_checkpoint(config.init_from))
-        config.eval_tokens = given.get("eval_tokens", 0)
     else:  # explicit flags override what a resumed run had
-        config, resumed_from, state = run_directory.resume(config, given, FIXED)
+        config, resumed_from, state = run_directory.resume_or_begin(config, given, FIXED)
     progress = state.get("progress", Progress())
-    _, micro_steps = micro_batches(config, world_size)
 
     # ------------------------------------------------------------ data
-    if config.dataset == "quickstart" and not Path("data/quickstart").exists() and processes.first:
+    missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
+    if missing and processes.first and not config.eval_only:
         prepare(PrepareConfig())
     processes.barrier()
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
@@ -223,6 +224,7 @@ def main():
         return
 
     # ------------------------------------------------------------ optimizers
+    _, micro_steps = micro_batches(config, world_size)
     optimizers = configure_optimizers(model, config)
     scaler = torch.amp.GradScaler(device, enabled=config.dtype == "float16")
     load_states(optimizers, scaler, state)  # of a resumed run

@@ -100,9 +100,10 @@ class RunDirectory:
         if self.processes.first and self.path.is_dir() and not self.lock:
             self.lock = lock_directory(self.path)
 
-    def resume(self, config: Any, given: dict, fixed: set[str]) -> tuple[Any, Path | None, dict]:
+    def resume_or_begin(self, config: Any, given: dict, fixed: set[str]):
         """(configuration, checkpoint, training state) of the run to go on with, as config.resume or
-        a restart by torchrun say; (config, None, {}) for a new one. Raises UserError."""
+        a restart by torchrun say; (config, None, {}) for a new one, where there is no other in the
+        directory or config.overwrite. Raises UserError."""
         self.take_lock()
         if self.processes.restarted:
             config.resume = self.processes.all_reduce_max(len(list_checkpoints(self.path))) > 0

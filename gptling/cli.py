@@ -57,7 +57,8 @@ def run(main: Callable[[], int | None]):
         if re.search("out of memory|not enough memory|can't allocate memory", words):
             _fail("out of memory: a smaller batch, sequence or model takes less")
         if re.search("InvalidCxxCompiler|CppCompileError|C compiler|working triton", words):
-            _fail("PyTorch finds no compiler that works: install one, or give --compile=False")
+            reason = words.strip().partition("\n")[0]
+            _fail(f"--compile: {reason}; install a compiler, or give --compile=False")
         if re.search("Connection (closed|reset) by peer", words):
             _fail("another of the processes has ended; see what it wrote")
         raise
@@ -103,6 +104,7 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
     Without it `cls` has a positional field of its own. A usage error exits with code 2."""
     words = sys.argv[1:] if argv is None else argv  # UTF-8, whatever the locale says
     argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
+    # Without __post_init__, which may derive a value from others, before all have their values.
     hints, default = get_type_hints(cls), object.__new__(cls)
     vars(default).update({field.name: field.default for field in dataclasses.fields(cls)})
     if default_preset:

@@ -83,7 +83,8 @@ class Dataset:
             ranks = processes.rank, processes.world_size
             sequences = get_sequences(self.train, config, step, micro_step, *ranks)
             self.check_ids(sequences)
-            sequences = processes.to_device(sequences)  # whole: a view would not be sent as it is
+            # Sent whole: of a view, pinned memory would need a copy that is made first.
+            sequences = processes.to_device(sequences)
             return sequences[:, :-1], sequences[:, 1:]
 
         return prefetch(load, itertools.product(steps, range(micro_steps)))
@@ -92,7 +93,9 @@ class Dataset:
         """(inputs, targets) that cover the validation split once, this process's share of them; the
         last ones are filled up with targets of -100. All get equally many, as sharding needs."""
         T = self.block_size
-        predictions, size = len(self.val) - 1, batch_size * T
+        predictions = len(self.val) - 1
+        # All batches have one shape, so that a compiled model is compiled once.
+        size = T * min(batch_size, math.ceil(predictions / T / processes.world_size))
         for i in range(math.ceil(predictions / size / processes.world_size)):
             start = (i * processes.world_size + processes.rank) * size
             ids = torch.from_numpy(self.val[start : start + size + 1].astype(np.int64))

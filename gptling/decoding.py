@@ -25,18 +25,23 @@ def speed_up(model: nn.Module, compile: bool = False):
     on_cpu, dtype = weight.device.type == "cpu", weight.dtype
     if on_cpu and dtype == torch.bfloat16 and use_float32_attention(model) and not compile:
         model.cache_dtype = torch.float32  # instead of a cast of all keys at every token
-    if compile and on_cpu:
+    wide = model.config.n_embd >= WIDE
+    if on_cpu and wide and has_onednn(dtype):
+        replace_linears(model, OneDNNLinear)
+    elif on_cpu and compile:
         replace_linears(model, RowLinear)
+    if on_cpu and compile:
         replace_attention(model, attend_one_query)
-    elif on_cpu and model.config.n_embd >= WIDE and torch.backends.mkldnn.is_available():
-        bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if bf16 or dtype == torch.float32:
-            replace_linears(model, OneDNNLinear)
-    if compile and model.config.n_embd < WIDE:
-        model.decode_step = Compiled(model.next_logits)
-    elif compile:
-        for block in model.h:
-            block.forward = Compiled(block.forward)
+    if compile:
+        compile_steps(model, by_block=on_cpu and wide)
+
+
+def has_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there, and has products of this dtype that are not emulated."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bf16 or dtype == torch.float32
 
 
 def replace_linears(model: nn.Module, layer: Callable[[nn.Linear], nn.Module]):
@@ -90,35 +95,47 @@ def attend_one_query(q, k, v, attn_mask=None, **options):
     return y.to(q.dtype)
 
 
+def compile_steps(model: nn.Module, by_block: bool):
+    """Compile what a new token takes: one block, which all share, in a small part of the time; or
+    all at once, for a narrow model, whose calls cost more than its products, and on a GPU."""
+
+    def one_token(x, padding_mask=None, cache=None):
+        layer = cache[0] if isinstance(cache, list) else cache
+        # A length of 0 or 1 is compiled for itself alone.
+        return x.size(1) == 1 and layer is not None and layer.length >= 2
+
+    if not by_block:
+        # No module changes from here on, and asking each whether it has takes a 20th of a step.
+        options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        model.decode_step = Compiled(model.next_logits, one_token, options)
+        return
+    for block in model.h:
+        block.forward = Compiled(block.forward, one_token)
+    if type(model.lm_head) is RowLinear:
+        model.lm_head.forward = Compiled(model.lm_head.forward, lambda x: len(x) == 1)
+
+
 class Compiled:
-    """A function of one new token a row and the cache before it, compiled; a prompt runs as it is.
+    """A function that is compiled where its arguments are `ready` for it, otherwise as it is."""
 
-    Of a wide model each block is one, and they share what is compiled: a twelfth of the waiting.
-    Of a narrow one, whose calls cost more than its products, it is the whole step."""
-
-    def __init__(self, plain: Callable):
+    def __init__(self, plain: Callable, ready: Callable[..., bool], options: dict | None = None):
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
         from torch._dynamo.utils import counters  # both are slow to import
 
         self.errors, self.stats = (TorchDynamoException, FailOnRecompileLimitHit), counters["stats"]
-        self.plain = plain
+        self.plain, self.ready = plain, ready
         # One compilation for any length of the cache.
         torch.compiler.config.dynamic_sources = r"L\['cache'\](\[\d+\])?\.length"
-        # No module changes from here on, and asking each whether it has takes a 20th of a step.
-        options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         self.compiled = torch.compile(plain, fullgraph=True, options=options)
 
-    def __call__(self, x, padding_mask=None, cache=None):
-        layer = cache[0] if isinstance(cache, list) else cache
-        if (
-            x.size(1) > 1 or layer is None or layer.length < 2
-        ):  # 0 and 1 are never taken as any length
-            return self.plain(x, padding_mask, cache)
-        if padding_mask is not None:
-            torch._dynamo.maybe_mark_dynamic(padding_mask, 1)
+    def __call__(self, *arguments):
+        if not self.ready(*arguments):
+            return self.plain(*arguments)
+        if len(arguments) > 1 and arguments[1] is not None:  # padding_mask, as long as the cache
+            torch._dynamo.maybe_mark_dynamic(arguments[1], 1)
         start, graphs = time.perf_counter(), self.stats["unique_graphs"]
         try:
-            y = self.compiled(x, padding_mask, cache)
+            y = self.compiled(*arguments)
         except self.errors as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"--compile: {reason}; leave it out, or install a compiler") from None

@@ -33,10 +33,12 @@ def pick_dtype(dtype: str, device: str, wide: bool) -> str:
     return "bfloat16" if device == "cpu" and native and wide else "float32"
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype):
-    """Parameters to a dtype, and no buffers, as nn.Module.to does: angles need their digits."""
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the parameters; unlike nn.Module.to, leave buffers, such as angles, as they are."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
@@ -55,16 +57,17 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
 def use_float32_attention(model: nn.Module) -> bool:
     """Let attention whose kernel `attend` is PyTorch's use float32_attention; False for a model
     with other attention, whose keys have to keep their dtype."""
-    return replace_attention(model, float32_attention) == len(model.h)
+    replace_attention(model, float32_attention)
+    kernels = [{getattr(m, "attend", None) for m in block.modules()} - {None} for block in model.h]
+    return all(found == {float32_attention} for found in kernels)
 
 
-def replace_attention(model: nn.Module, attention: Callable) -> int:
-    """Put a function in the place of PyTorch's kernel of attention; returns in how many layers."""
-    kernels = (F.scaled_dot_product_attention, float32_attention)
-    layers = [module for module in model.modules() if getattr(module, "attend", None) in kernels]
-    for layer in layers:
-        layer.attend = attention
-    return len(layers)
+def replace_attention(model: nn.Module, attention: Callable):
+    """Put a function in the place of PyTorch's kernel of attention, in layers that name theirs
+    `attend`; a kernel of one's own stays."""
+    for module in model.modules():
+        if getattr(module, "attend", None) in (F.scaled_dot_product_attention, float32_attention):
+            module.attend = attention
 
 
 def keep_freed_memory():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd.function import once_differentiable
 
+EVALUATED = 2048  # rows of logits held at a time where no gradient is needed
 CHUNK = {"cpu": 1 << 22}  # logits in float32 at a time: what its cache takes; elsewhere 512 MB
 
 
@@ -50,7 +51,13 @@ def fused_loss(
 ) -> torch.Tensor:
     """The sum of token_losses(x weight^T, targets), for GPT.fused_loss: x (N, C) hidden states,
     weight (V, C), targets (N,); token_losses: of rows of logits and targets, a loss for each."""
-    return FusedLoss.apply(x, weight, targets, token_losses, torch.is_grad_enabled())
+    if torch.is_grad_enabled():
+        return FusedLoss.apply(x, weight, targets, token_losses, True)
+    losses = [
+        FusedLoss.apply(some, weight, following, token_losses, False)
+        for some, following in zip(x.split(EVALUATED), targets.split(EVALUATED), strict=True)
+    ]
+    return sum(losses)
 
 
 def use_fused_loss(model: torch.nn.Module):

@@ -97,9 +97,9 @@ class Processes:
         model.to(self.device)
         if self.world_size == 1:
             return model
-        # The other name that PyTorch 2.13 warns about is not there before it.
         if self.device == "cuda":  # where steps are compiled: not cut at DDP's buckets
             torch._dynamo.config.optimize_ddp = False
+        # The other name that PyTorch 2.13 warns about is not there before it.
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
         parallel = DistributedDataParallel(model, **options)
@@ -116,12 +116,11 @@ class Processes:
         if not self.sharded:
             return model
         state = model.state_dict()  # sharded again, where a forward pass has left it gathered
-        weights = {name: state[name].full_tensor() for name, _ in model.named_parameters()}
+        whole = {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
         if not self.first:
             return None
         copy = model_class(model.config)
-        for name, parameter in copy.named_parameters():
-            parameter.data.copy_(weights[name])
+        copy.load_state_dict(whole)
         return copy
 
     def send_gradients(self, parallel: torch.nn.Module, now: bool):

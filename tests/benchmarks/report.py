@@ -25,6 +25,9 @@ def machine() -> str:
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
+        flags = next((x.split() for x in lines if x.startswith("flags")), [])
+        kinds = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512f": "AVX-512"}
+        name += f" ({next((kinds[flag] for flag in kinds if flag in flags), 'AVX2 or less')})"
     if torch.cuda.is_available():
         name += f", {torch.cuda.get_device_name()}"
     versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}"
