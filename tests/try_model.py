@@ -37,8 +37,10 @@ def script(module, *arguments):
 def check_scripts(train_flags: list[str], prepare_flags: list[str]) -> Path:
     """Train, resume and sample; returns the last checkpoint."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")
-    script(prepare, "text.txt", *prepare_flags)
-    script(train, "--dataset=text", *SIZES.split(), *STEPS.split(), *train_flags)
+    script(prepare, "text.txt", "--overwrite", *prepare_flags)
+    shutil.rmtree("uninterrupted", ignore_errors=True)
+    flags = ["--dataset=text", *SIZES.split(), *STEPS.split(), *train_flags]
+    script(train, *flags, "--overwrite")
     newest = Path("out/text/checkpoint-16")
     shutil.move(newest, "uninterrupted")
     script(train, "--out_dir=out/text", "--resume")
@@ -96,6 +98,8 @@ def check_generation(model: GPT):
 
 
 def main():
+    if not sys.argv[1:]:
+        sys.exit(__doc__)
     directory, *flags = sys.argv[1:]
     at = flags.index("--") if "--" in flags else len(flags)
     Path(directory).mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,7 @@ def step_ratios(unchanged: tuple, patched: tuple, turns: int) -> list[float]:
 def train(copy: Path, flags: list[str], steps: int, seed: int = 1) -> dict:
     """A run of so many steps: {"loss": nats per byte, "parameters"}."""
     command = [sys.executable, "train.py", f"--max_iters={steps}", f"--eval_interval={steps}"]
-    command += ["--overwrite", "--curves=False", "--log_interval=1", f"--seed={seed}", *flags]
+    command += ["--overwrite", "--curves=False", f"--seed={seed}", *flags]
     output = subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True).stdout
     log = (copy / "out" / "quickstart" / "log.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in log]
