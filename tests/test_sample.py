@@ -302,13 +302,32 @@ def test_compiling_changes_no_logits_but_for_rounding(model_class, dtype, padded
 def compile_by(backend):
     """For torch.compile: as quick as a backend that does not compile."""
     compile = torch.compile
-    return lambda step, fullgraph, options: compile(step, fullgraph=fullgraph, backend=backend)
+    return lambda step, fullgraph, options=None: compile(step, fullgraph=fullgraph, backend=backend)
 
 
 def test_a_compiled_step_is_the_plain_one_and_says_what_it_took(monkeypatch, capfd):
     monkeypatch.setattr("torch.compile", compile_by("eager"))
     check_speed_up(random_model(GPT), True, compile=True)
     assert capfd.readouterr().err.count("compiled in") == 1
+
+
+@pytest.mark.parametrize("model_class", [GPT, ChangedGPT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_blocks_of_a_wide_model_are_compiled_each_and_stay_what_they_are(
+    model_class, dtype, monkeypatch
+):
+    """Blocks that differ, too; and a call without a cache keeps its mask."""
+    monkeypatch.setattr("torch.compile", compile_by("eager"))
+    model = random_model(model_class, n_embd=256, n_layer=3).to(dtype)
+    model.h[1] = random_model(model_class, n_embd=256, n_layer=1, n_head=4).to(dtype).h[0]
+    idx, mask = torch.randint(97, (2, 12)), torch.arange(12) >= torch.tensor([[0], [3]])
+    expected, _ = model(idx, padding_mask=mask)
+    check_speed_up(model, True, compile=True)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    atol = tolerance * expected.abs().max().item()
+    torch.testing.assert_close(model(idx, padding_mask=mask)[0], expected, rtol=0, atol=atol)
+    one = torch.randint(97, (1, 1))
+    assert model(one)[0].shape == (1, 1, 97)
 
 
 def test_a_compiler_that_fails_is_one_line(monkeypatch):
