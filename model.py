@@ -1,11 +1,9 @@
-"""The whole GPT: attention, the Transformer block, sampling, the model and its checkpoints.
+"""The whole GPT: attention, blocks, sampling, checkpoints. It works when copied away alone.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128))
     logits, loss = model(idx, targets)
     for token in model.generate(idx, max_new_tokens=100, top_k=40): ...
-
-This file imports nothing else of the project and works when copied away alone.
 
 Shapes: B batch, T queries (the tokens given), S keys (with those in the cache: S >= T),
 C width (n_embd), nh heads, hs size of a head (C / nh), V vocabulary.
@@ -38,8 +36,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 @dataclass
 class GPTConfig:
-    """The sizes of a model; the defaults are GPT-2's (124 M parameters). Each is a flag of
-    train.py, and stored in checkpoints."""
+    """The sizes of a model, by default GPT-2's (124 M parameters); each is a flag of train.py."""
 
     block_size: int = 1024  # the longest sequence that the model sees at once, in tokens
     vocab_size: int = 50257
@@ -50,10 +47,10 @@ class GPTConfig:
     bias: bool = True  # in linear layers and LayerNorms; GPT-2 has them
 
     def __post_init__(self):
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r:.50}: must be at least 1, a whole number")
+        for field in fields(GPTConfig):
+            value = getattr(self, field.name)
+            if field.type is int and (type(value) is not int or value < 1):
+                raise ValueError(f"{field.name}={value!r:.50}: must be at least 1, a whole number")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
@@ -61,10 +58,8 @@ class GPTConfig:
 
 
 class KVCache:
-    """The keys and values of one attention layer for the positions seen so far.
-
-    Memory for all `block_size` positions is taken once, so that a step copies its own keys only.
-    A model takes a list of one cache for each block. dtype: that of the keys if not given."""
+    """The keys and values of one attention layer for the positions seen so far, in memory taken
+    once for block_size: a step copies its own keys only. dtype: that of the keys if not given."""
 
     def __init__(self, dtype: torch.dtype | None = None):
         self.k = self.v = None  # (B, nh, block_size, hs)
@@ -85,11 +80,6 @@ class KVCache:
 def check_length(length: int, block_size: int):
     if length > block_size:
         raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
-
-
-def check_mask(padding_mask: torch.Tensor):
-    if padding_mask.dtype != torch.bool:
-        raise TypeError(f"padding_mask is {padding_mask.dtype}: must be bool, True = may attend")
 
 
 class MultiHeadAttention(nn.Module):
@@ -168,7 +158,8 @@ class MultiHeadAttention(nn.Module):
         T, S = q.size(2), k.size(2)
         mask = self.causal_mask[None, None, past : past + T, :S]
         if padding_mask is not None:
-            check_mask(padding_mask)
+            if padding_mask.dtype != torch.bool:
+                raise TypeError(f"padding_mask is {padding_mask.dtype}: bool, True = may attend")
             mask = mask & padding_mask[:, None, None, :]  # a new tensor: the buffer stays as it is
         has_key = mask.any(dim=-1, keepdim=True)
         return mask | ~has_key, has_key
@@ -228,14 +219,13 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
         return best + 0 * logits.amax(dim=-1, keepdim=True)  # NaN where they are not numbers
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)  # at most 0
     if 0 < top_k < logits.size(-1):
-        drop = logits < logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(drop, float("-inf"))
+        logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
         drop = probs.cumsum(dim=-1) - probs >= max(top_p, 1e-30)  # the likelier ones suffice
-        logits = logits.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
+        logits[drop.scatter(-1, order, drop)] = -math.inf
     if min_p > 0:
-        logits = logits.masked_fill(logits < math.log(min_p), float("-inf"))  # the best has 0
+        logits[logits < math.log(min_p)] = -math.inf  # the best has 0
     return logits.softmax(dim=-1)
 
 
@@ -258,54 +248,34 @@ def draw(probs: torch.Tensor, generator=None) -> torch.Tensor:
     return token.to(device)
 
 
-def newest_half(idx, mask, block_size):
-    """Cut the rows that have outgrown the window, idx and mask (B, block_size + 1), to their newest
-    half, and drop the columns that are padding in every row."""
-    keep = max(1, block_size // 2)
-    if mask is None:
-        return idx[:, -keep:], None
-    too_long = mask.sum(dim=1, keepdim=True) > block_size  # (B, 1)
-    older = torch.arange(idx.size(1), device=idx.device) < idx.size(1) - keep  # (S,)
-    mask = mask & ~(too_long & older)
-    start = int(mask.any(dim=0).int().argmax())  # the first column with a token
-    return idx[:, start:], mask[:, start:]
-
-
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 # GPTConfig's fields as GPT-2's config.json calls them; then what it may vary elsewhere, not here.
 HF_NAMES = {"block_size": "n_positions", "dropout": "resid_pdrop"}
 HF_NAMES |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
-GPT2_CONSTANTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None}
-GPT2_CONSTANTS |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-GPT2_CONSTANTS |= {"add_cross_attention": False, "tie_word_embeddings": True}
+GPT2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+GPT2 |= {"add_cross_attention": False, "tie_word_embeddings": True}
 
 
-def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint has: parameters, persistent buffers, an output layer if it is not tied."""
-    tensors = model.state_dict()
+def stored_as(model: nn.Module) -> tuple[str, dict[str, torch.Tensor]]:
+    """A checkpoint's model_type, "gptling" where ARCHITECTURE says gpt2 but modules, tensors or
+    fields are others; and its tensors: all of state_dict but a tied output layer."""
+    config, C, tensors = model.config, model.config.n_embd, model.state_dict()
     if model.lm_head.weight is model.wte.weight:
         del tensors["lm_head.weight"]
-    return tensors
-
-
-def model_type(model: nn.Module) -> str:
-    """ARCHITECTURE, or "gptling" for one that is called gpt2 and has other modules, parameters or
-    fields."""
-    config, C = model.config, model.config.n_embd
     block = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C)}
     block |= {"ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
-    shapes = {"wte": (config.vocab_size, C), "wpe": (config.block_size, C), "ln_f": (C,)}
-    shapes |= {f"h.{i}.{n}": block[n] for i in range(config.n_layer) for n in block}
-    gpt2 = {f"{name}.weight": shape for name, shape in shapes.items()}
-    if config.bias:
-        gpt2 |= {f"{n}.bias": shape[:1] for n, shape in shapes.items() if n not in ("wte", "wpe")}
-    same = gpt2 == {name: tuple(t.shape) for name, t in stored_tensors(model).items()}
+    layers = {f"h.{i}.{n}": block[n] for i in range(config.n_layer) for n in block} | {"ln_f": (C,)}
+    gpt2 = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.block_size, C)}
+    gpt2 |= {f"{name}.weight": shape for name, shape in layers.items()}
+    gpt2 |= {f"{name}.bias": shape[:1] for name, shape in layers.items() if config.bias}
+    modules = {GPT, Block, MultiHeadAttention, MLP, nn.Embedding, nn.LayerNorm, nn.Linear}
+    modules |= {nn.ModuleList, nn.Dropout}
+    same = gpt2 == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    same = same and {type(module) for module in model.modules()} <= modules
     same = same and {field.name for field in fields(config)} == HF_NAMES.keys()
-    own = {GPT, Block, MultiHeadAttention, MLP}
-    theirs = {nn.Embedding, nn.LayerNorm, nn.Linear, nn.ModuleList, nn.Dropout}
-    same = same and {type(module) for module in model.modules()} <= own | theirs
-    return ARCHITECTURE if same or ARCHITECTURE != "gpt2" else "gptling"
+    return ARCHITECTURE if same or ARCHITECTURE != "gpt2" else "gptling", tensors
 
 
 class GPT(nn.Module):
@@ -313,10 +283,9 @@ class GPT(nn.Module):
 
     The rest of the project knows a model by these names only: config, h (its blocks), lm_head,
     forward, next_logits, generate, drawable and restrict_to_tokens, from_pretrained,
-    save_pretrained; and three seams for speed, where None stands for the plain code here."""
+    save_pretrained; and two seams for speed, where None stands for the plain code here."""
 
     fused_loss = None  # (x (N, C), weight (V, C), targets (N,), token_losses) to the sum of losses
-    decode_step = None  # in the place of next_logits
     cache_dtype = None  # of keys and values
 
     def __init__(self, config: GPTConfig):
@@ -356,12 +325,10 @@ class GPT(nn.Module):
         past = cache[0].length if cache else 0
         S = past + idx.size(1)
         check_length(S, self.config.block_size)
-        if padding_mask is None:
-            positions = torch.arange(past, S, device=idx.device)  # (T,)
-        else:
-            check_mask(padding_mask)
+        positions = torch.arange(past, S, device=idx.device)  # (T,)
+        if padding_mask is not None:
             # A sequence's first real token has position 0, however much padding precedes it
-            positions = (padding_mask.cumsum(dim=1) - 1).clamp(min=0)[:, past:]  # (B, T)
+            positions = (padding_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, past:]  # (B, T)
         x = self.wte(idx) + self.wpe(positions)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.h):
@@ -400,27 +367,29 @@ class GPT(nn.Module):
         idx (B, T), T >= 1, of which the newest block_size count; prompts of unequal length are
         padded on the left and padding_mask (B, T) is False there: each row gives what it gives
         alone. generator: one for all rows, or a list with one a row. Filters: see next_token_probs.
-
-        A row of more than block_size tokens goes on from its newest block_size / 2, and the cache
-        is built anew: once in block_size / 2 tokens instead of at every one."""
+        A row that has outgrown the window goes on from its newest block_size / 2 tokens."""
         if idx.size(1) == 0:
             raise ValueError("idx has no tokens: start from end-of-text or a newline")
-        block_size, step = self.config.block_size, self.decode_step or self.next_logits
-        padding = ~self.drawable  # ids without a token
+        block_size, padding = self.config.block_size, ~self.drawable  # ids without a token
         idx = idx[:, -block_size:]
-        mask = None if padding_mask is None else padding_mask[:, -block_size:]
+        mask = None if padding_mask is None else padding_mask[:, -block_size:]  # (B, T)
         new, cache = idx, [KVCache(self.cache_dtype) for _ in self.h]
         for _ in range(max_new_tokens):
-            logits = step(new, mask, cache).masked_fill(padding, float("-inf"))
+            logits = self.next_logits(new, mask, cache).masked_fill(padding, -math.inf)
             token = draw(next_token_probs(logits, temperature, top_k, top_p, min_p), generator)
             yield token
             new = token[:, None]
             idx = torch.cat([idx, new], dim=1)
-            if mask is not None:
-                mask = torch.cat([mask, torch.ones_like(new, dtype=torch.bool)], dim=1)
+            mask = None if mask is None else F.pad(mask, (0, 1), value=True)
             if idx.size(1) > block_size:
-                idx, mask = newest_half(idx, mask, block_size)
-                new, cache = idx, [KVCache(self.cache_dtype) for _ in self.h]
+                # The cache is built anew: once in block_size / 2 tokens, not at every one.
+                start = idx.size(1) - max(1, block_size // 2)
+                if mask is not None:
+                    mask[mask.sum(dim=1) > block_size, :start] = False
+                    start = int(mask.any(dim=0).int().argmax())  # the first column with a token
+                    mask = mask[:, start:]
+                new = idx = idx[:, start:]
+                cache = [KVCache(self.cache_dtype) for _ in self.h]
 
     def restrict_to_tokens(self, tokenizer_json: str):
         """Let generate draw only the ids that a tokenizer has, given its tokenizer.json as text."""
@@ -451,22 +420,21 @@ class GPT(nn.Module):
         try:
             with torch.device("meta"):  # to compare names and shapes before memory is taken
                 expected = cls(config)
-            kind = model_type(expected)
-            constants = GPT2_CONSTANTS if kind == "gpt2" else {}
-            for key, value in ({"model_type": kind} | constants).items():
+            kind, parameters = stored_as(expected)
+            for key, value in (GPT2 if kind == "gpt2" else {"model_type": kind}).items():
                 if stored.get(key, value) != value:
                     raise ValueError(f"{key} is {stored[key]!r:.50}, that of model.py {value!r}")
             if unknown := sorted(set(stored.get("fields", ())) - names.keys()):
                 raise ValueError(f"it has {', '.join(unknown)}, which GPTConfig has not")
-            parameters, weights = expected.state_dict(), {}
+            weights = {}
             for name, tensor in tensors.items():
                 name = name.removeprefix("transformer.")
                 mask = name.endswith((".attn.bias", ".attn.masked_bias"))
                 zeros = name.endswith(".bias") and not tensor.any()
                 if name in parameters or not (mask or zeros):
                     weights[name] = tensor.T if name.endswith(CONV1D) else tensor
-            if "lm_head.weight" in parameters and "wte.weight" in weights:
-                weights.setdefault("lm_head.weight", weights["wte.weight"])
+            if "lm_head.weight" not in parameters and "wte.weight" in weights:
+                weights["lm_head.weight"] = weights["wte.weight"]  # tied
             expected.load_state_dict(weights, assign=True)
             model = cls(config)
             model.load_state_dict(weights)
@@ -480,11 +448,11 @@ class GPT(nn.Module):
     def save_pretrained(self, directory: str | Path, tokenizer_json: str | None = None):
         """Write config.json and model.safetensors as Hugging Face's GPT2LMHeadModel has them, and
         tokenizer.json with tokenizer_config.json where the tokenizer's JSON text is given.
-        What GPT-2 lacks, parameters or fields, is stored as it is; model_type is another then."""
-        directory, kind = Path(directory), model_type(self)
+        Of another architecture: what it has, under another model_type."""
+        directory, tensors = Path(directory), {}
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for name, tensor in stored_tensors(self).items():
+        kind, stored = stored_as(self)
+        for name, tensor in stored.items():
             tensor = tensor.cpu()
             if kind == "gpt2" and not self.config.bias and not name.startswith(("wte", "wpe")):
                 zeros = tensor.new_zeros(len(tensor))  # GPT-2 has biases: of zeros
@@ -495,22 +463,18 @@ class GPT(nn.Module):
 
         special = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
         end_of_text = {token["content"]: token["id"] for token in special}.get(END_OF_TEXT)
-        config = {"model_type": kind, "architectures": ["GPT"]}
+        config = {"model_type": kind, "architectures": ["GPT"], "fields": list(asdict(self.config))}
         if kind == "gpt2":
-            config |= {"architectures": ["GPT2LMHeadModel"]} | GPT2_CONSTANTS
-        else:
-            config["fields"] = [field.name for field in fields(self.config)]
+            config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
         config |= {HF_NAMES.get(name, name): value for name, value in asdict(self.config).items()}
         config |= {"embd_pdrop": self.config.dropout, "attn_pdrop": self.config.dropout}
         config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        files = {"config.json": json.dumps(config, indent=2)}
+        (directory / "config.json").write_text(json.dumps(config, indent=2))
         if tokenizer_json is not None:
             # Not GPT2Tokenizer, which would put GPT-2's split pattern in the place of ours.
             names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
             tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
             tokenizer_config |= {"model_max_length": self.config.block_size}
             tokenizer_config |= dict.fromkeys(names, END_OF_TEXT)
-            files["tokenizer_config.json"] = json.dumps(tokenizer_config, indent=2)
-            files["tokenizer.json"] = tokenizer_json
-        for name, text in files.items():
-            (directory / name).write_text(text, encoding="utf-8")
+            (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
+            (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")

@@ -116,8 +116,7 @@ def write_samples(model: GPT, encoding, prompts: list[str], config: SampleConfig
         if max(ids) >= vocab_size:
             raise UserError(f"the prompt has token {max(ids)}, but the model only {vocab_size}")
         if len(ids) > block_size:
-            notice = f"the prompt has {len(ids)} tokens, the model sees {block_size}"
-            print(f"{notice}: its beginning is cut off", file=sys.stderr)
+            print(f"the model sees the last {block_size} of {len(ids)} tokens", file=sys.stderr)
         for i in range(config.num_samples):
             samples.append(Sample(prompt, ids, config.stop))
             generators.append(torch.Generator(config.device).manual_seed(config.seed + i))
@@ -152,7 +151,8 @@ def main():
     encode_prompts(encoding, prompts, config)  # what it lacks is told before the model is loaded
     model = load_model(GPT, checkpoint)
     original = copy.deepcopy(model) if config.explain else None  # in float32, its layers untouched
-    dtype = pick_dtype(config.dtype, config.device, wide=model.config.n_embd >= WIDE)
+    wide = model.config.n_embd >= WIDE
+    dtype = pick_dtype(config.dtype, config.device, wide, only_stored=config.compile)
     cast_parameters(model, getattr(torch, dtype)).to(config.device)
     n = sum(parameter.numel() for parameter in model.parameters())
     print(f"{checkpoint}: {n:,} parameters; {config.device}, {dtype}", file=sys.stderr)

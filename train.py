@@ -22,22 +22,20 @@ References:
 import itertools
 import math
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from tyro.conf import Suppress
 
 from gptling.checkpoints import Progress, RunDirectory
 from gptling.cli import CONFIG, Count, Share, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
-from gptling.devices import keep_freed_memory, pick_dtype, use_float32_attention
+from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.loss import use_fused_loss
 from gptling.optim import Muon, check_finite, load_states
 from gptling.pretrained import find_checkpoint, load_model
-from gptling.processes import Processes, StopSignals
+from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
 from gptling.tokenizers import load_tokenizer
 from model import GPT, GPTConfig
@@ -78,6 +76,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
     compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: on CUDA
     recompute: bool = False  # activation checkpointing: recompute activations in the backward pass
+    deterministic: bool = False  # the same numbers in every run on a GPU too, which costs time
     fsdp: bool = False  # shard the model over the processes, for one too large for a GPU
     allow_changed_data: bool = False  # resume although the dataset is not what it was
     curves: bool = True  # loss.png and TensorBoard's files, where these are installed
@@ -126,8 +125,7 @@ def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Op
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
-    fused = rest[0].device.type in ("cpu", "cuda")
-    optimizers = [torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=fused)]
+    optimizers = [torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)]
     if muon:
         scale = config.muon_lr / (config.learning_rate or 1)
         group = {"params": [p for p in model.parameters() if p in muon], "lr_scale": scale}
@@ -203,7 +201,7 @@ def main():
 
     # ------------------------------------------------------------ model
     torch.manual_seed(config.seed)
-    torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it; nothing on a CPU
+    choose_algorithms(config.deterministic)
     model = build_model(config, given, data, resumed_from)
     # A block of width 64 took 1.45 times as long in bfloat16 as in float32, a step at 128 0.56.
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
@@ -213,10 +211,10 @@ def main():
     if device == "cpu":
         keep_freed_memory()
         use_float32_attention(model)
-    for block in model.h if config.recompute else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    parallel = processes.wrap(model, config.fsdp, autocast)  # gradients are those of all processes
     compile = device == "cuda" if config.compile == "auto" else config.compile
+    if config.recompute:
+        recompute_activations(model, compile_blocks=compile and config.fsdp)
+    parallel = processes.wrap(model, config.fsdp, autocast)  # gradients are those of all processes
     compiled = torch.compile(parallel) if compile else parallel
     if config.eval_only:
         with autocast:

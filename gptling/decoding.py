@@ -13,7 +13,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from gptling.cli import UserError
-from gptling.devices import float32_attention, replace_attention, use_float32_attention
+from gptling.devices import (
+    float32_attention,
+    has_products,
+    replace_attention,
+    use_float32_attention,
+)
 
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
 
@@ -26,22 +31,14 @@ def speed_up(model: nn.Module, compile: bool = False):
     if on_cpu and dtype == torch.bfloat16 and use_float32_attention(model) and not compile:
         model.cache_dtype = torch.float32  # instead of a cast of all keys at every token
     wide = model.config.n_embd >= WIDE
-    if on_cpu and wide and has_onednn(dtype):
+    if on_cpu and wide and torch.backends.mkldnn.is_available() and has_products(dtype):
         replace_linears(model, OneDNNLinear)
-    elif on_cpu and compile:
+    elif on_cpu and (compile or not has_products(dtype)):
         replace_linears(model, RowLinear)
     if on_cpu and compile:
         replace_attention(model, attend_one_query)
     if compile:
         compile_steps(model, by_block=on_cpu and wide)
-
-
-def has_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there, and has products of this dtype that are not emulated."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    bf16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return bf16 or dtype == torch.float32
 
 
 def replace_linears(model: nn.Module, layer: Callable[[nn.Linear], nn.Module]):
@@ -66,15 +63,20 @@ class OneDNNLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer whose product with a single row Inductor fuses, at the memory's speed."""
+    """A linear layer whose product with a single row Inductor fuses, at the memory's speed; that of
+    more rows is in float32 where it would be emulated."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.emulated = not has_products(linear.weight.dtype)
 
     def forward(self, x):
         if x.numel() > x.size(-1) or not torch.compiler.is_compiling():
-            return F.linear(x, self.weight, self.bias)
+            if not self.emulated:
+                return F.linear(x, self.weight, self.bias)
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
         # Inductor would work out x, a LayerNorm's output, anew for each row of the weight:
         x = x.as_strided(x.size(), x.stride())  # this makes it keep x
         y = (self.weight * x).sum(-1).view(*x.shape[:-1], -1)
@@ -107,7 +109,7 @@ def compile_steps(model: nn.Module, by_block: bool):
     if not by_block:
         # No module changes from here on, and asking each whether it has takes a 20th of a step.
         options = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-        model.decode_step = Compiled(model.next_logits, one_token, options)
+        model.next_logits = Compiled(model.next_logits, one_token, options)
         return
     for block in model.h:
         block.forward = Compiled(block.forward, one_token)

@@ -1,6 +1,7 @@
 """What depends on the machine: the device, the dtype, the kernel of attention, memory and peaks."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 
@@ -21,16 +22,24 @@ def pick_device(device: str) -> str:
     return device
 
 
-def pick_dtype(dtype: str, device: str, wide: bool) -> str:
-    """`auto` to the fastest dtype for matrix products; on a CPU bfloat16 pays where it has
-    instructions for it, and the model is `wide`."""
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether the CPU has instructions for products in this dtype; without them those in bfloat16
+    take 400 times as long as in float32."""
+    if dtype == torch.bfloat16:
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return dtype != torch.float16
+
+
+def pick_dtype(dtype: str, device: str, wide: bool, only_stored: bool = False) -> str:
+    """`auto` to the fastest dtype for a model's weights; on a CPU bfloat16 pays if the model is
+    `wide`, and there are instructions for products, or weights are `only_stored` in it."""
     if dtype != "auto":
         return dtype
     if device == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bfloat16" if native else "float16"
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if device == "cpu" and native and wide else "float32"
+    pays = device == "cpu" and wide and (only_stored or has_products(torch.bfloat16))
+    return "bfloat16" if pays else "float32"
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -68,6 +77,15 @@ def replace_attention(model: nn.Module, attention: Callable):
     for module in model.modules():
         if getattr(module, "attend", None) in (F.scaled_dot_product_attention, float32_attention):
             module.attend = attention
+
+
+def choose_algorithms(deterministic: bool):
+    """Products of float32 in TF32 where a GPU has it; nothing changes on a CPU. deterministic: the
+    same numbers in every run, https://docs.pytorch.org/docs/stable/notes/randomness.html"""
+    torch.set_float32_matmul_precision("high")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
+        torch.use_deterministic_algorithms(True)
 
 
 def keep_freed_memory():

@@ -9,10 +9,12 @@ import sys
 import time
 import uuid
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from gptling.cli import UserError
 from gptling.devices import pick_device
@@ -127,6 +129,15 @@ class Processes:
         """With DDP gradients travel once a step, with the last micro-batch."""
         if isinstance(parallel, DistributedDataParallel):
             parallel.require_backward_grad_sync = now
+
+
+def recompute_activations(model: torch.nn.Module, compile_blocks: bool):
+    """Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): keep a block's
+    input only, and compute the rest again in the backward pass. compile_blocks: each for itself,
+    where FSDP's hooks around a block would leave it out of a compiled model."""
+    for block in model.h:
+        forward = torch.compile(block.forward) if compile_blocks else block.forward
+        block.forward = partial(checkpoint, forward, use_reentrant=False)
 
 
 class StopSignals:

@@ -41,6 +41,7 @@ def test_auto_is_bfloat16_for_a_wide_model_where_the_machine_has_instructions(na
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
     assert pick_dtype("auto", "cpu", wide=True) == ("bfloat16" if native else "float32")
+    assert pick_dtype("auto", "cpu", wide=True, only_stored=True) == "bfloat16"
     assert pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
 
 

@@ -242,7 +242,6 @@ def test_a_pickle_is_not_opened_and_its_remedy_works(tmp_path):
     "changes, named",
     [
         ({"activation_function": "relu"}, "activation_function"),
-        ({"n_inner": 7}, "n_inner"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
         ({"scale_attn_weights": False}, "scale_attn_weights"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

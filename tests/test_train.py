@@ -395,6 +395,13 @@ def test_every_step_and_micro_batch_drops_other_places(trained, tmp_path):
     assert set(losses["parts"]).isdisjoint(losses["dropout"])  # a mean of two that differ
 
 
+def test_deterministic_algorithms_change_no_result_on_a_cpu(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    output_of("train.py", "--dataset=mine", *TINY, "--deterministic", cwd=tmp_path)
+    a, b = (weights(directory / "out" / "mine", 20) for directory in (trained, tmp_path))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_recomputing_activations_changes_no_result(trained, tmp_path):
     copy_data(trained, tmp_path)
     output_of("train.py", "--dataset=mine", *TINY, "--recompute", cwd=tmp_path)
