@@ -134,7 +134,7 @@ def write_samples(model: GPT, encoding, prompts: list[str], config: SampleConfig
     except ValueError as error:  # the model's logits are not numbers
         raise UserError(f"{error}: its weights are damaged, or too large for --dtype") from None
     for sample in samples:
-        sample.unprinted += sample.feed(b"", final=True)
+        sample.feed(b"", final=True)
     print_in_order(samples, current)
     print(flush=True)
     return samples

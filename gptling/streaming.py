@@ -6,48 +6,43 @@ from collections.abc import Sequence
 import tiktoken
 
 
-class TextStream:
-    """Tokens in, text out: only whole UTF-8 characters, and nothing from a stop text on.
+class Sample:
+    """One text of a batch: the ids of its tokens, and what of it is not printed yet: only whole
+    UTF-8 characters, and nothing from a stop text on.
 
-    >>> stream = TextStream(stop=["END"])
-    >>> stream.feed(b"caf\\xc3"), stream.feed(b"\\xa9 E"), stream.feed(b"ND!"), stream.ended
-    ('caf', 'é ', '', True)
+    >>> sample = Sample("A ", ids=[1], stop=["END"])
+    >>> for raw in (b"caf\\xc3", b"\\xa9 E", b"ND!"):
+    ...     sample.feed(raw)
+    >>> sample.unprinted, sample.ended
+    ('A café ', True)
     """
 
-    def __init__(self, stop=()):
+    def __init__(self, prompt: str, ids: Sequence[int], stop: Sequence[str] = ()):
+        self.ids, self.n_prompt, self.unprinted = list(ids), len(ids), prompt
         self.stop, self.ended = stop, False
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""  # text that a stop text may begin with
-
-    def feed(self, raw: bytes, final: bool = False) -> str:
-        """The text that is certain after these bytes; with `final`, all that is left."""
-        if self.ended:
-            return ""
-        text = self.held + self.decoder.decode(raw, final)
-        ends = [text.find(stop) for stop in self.stop if stop in text]
-        self.ended = final or bool(ends)
-        if self.ended:
-            return text[: min(ends, default=None)]
-        prefixes = (stop[:n] for stop in self.stop for n in range(1, len(stop)))
-        held = max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
-        self.held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-class Sample(TextStream):
-    """One text of a batch: the ids of its tokens, and what of it is not printed yet."""
-
-    def __init__(self, prompt: str, ids: Sequence[int], stop: Sequence[str] = ()):
-        super().__init__(stop)
-        self.ids, self.n_prompt, self.unprinted = list(ids), len(ids), prompt
 
     def add(self, token: int, encoding: tiktoken.Encoding):
         """The next token; nothing after the end."""
         if not self.ended:
             self.ids.append(token)
             end = token in encoding._special_tokens.values()
-            raw = b"" if end else encoding.decode_single_token_bytes(token)
-            self.unprinted += self.feed(raw, final=end)
+            self.feed(b"" if end else encoding.decode_single_token_bytes(token), final=end)
+
+    def feed(self, raw: bytes, final: bool = False):
+        """The next bytes, of which what is certain is to be printed; with `final`, all there is."""
+        if self.ended:
+            return
+        text = self.held + self.decoder.decode(raw, final)
+        ends = [text.find(stop) for stop in self.stop if stop in text]
+        self.ended = final or bool(ends)
+        certain = min(ends, default=len(text))
+        if not self.ended:
+            prefixes = (stop[:n] for stop in self.stop for n in range(1, len(stop)))
+            certain -= max((len(p) for p in prefixes if text.endswith(p)), default=0)
+        self.unprinted += text[:certain]
+        self.held = text[certain:]
 
 
 def print_in_order(samples: list[Sample], current: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from gptling.cli import UserError, load
 from gptling.decoding import speed_up
 from gptling.pretrained import find_checkpoint
-from gptling.streaming import TextStream
+from gptling.streaming import Sample
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig, KVCache
 from sample import SampleConfig
@@ -387,18 +387,28 @@ def test_compiling_without_a_compiler_is_one_line(trained, tmp_path):
 
 @pytest.mark.parametrize("text", ["naïve 🙂 你好", "a\n\nb END c", "ENENDED", "\ud7ff\U0010ffff"])
 @pytest.mark.parametrize("stop", [(), ("END",), ("\n\n", "🙂")])
-def test_stream_gives_whole_characters_up_to_the_stop_text(text, stop):
+def test_a_text_has_whole_characters_up_to_the_stop_text(text, stop):
     expected = min((text[: text.find(s)] for s in stop if s in text), key=len, default=text)
     for size in (1, 2, 3, 5):
-        stream, parts = TextStream(stop), []
+        sample = Sample("", [], stop)
         raw = text.encode()
         for i in range(0, len(raw), size):
-            parts.append(stream.feed(raw[i : i + size]))
-        parts.append(stream.feed(b"", final=True))
-        assert "".join(parts) == expected
-        assert "\ufffd" not in "".join(parts)
+            sample.feed(raw[i : i + size])
+            assert expected.startswith(sample.unprinted)
+        sample.feed(b"", final=True)
+        assert sample.unprinted == expected
 
 
-def test_stream_replaces_bytes_that_are_no_text():
-    stream = TextStream()
-    assert stream.feed(b"a\xff\xe4") + stream.feed(b"", final=True) == "a\ufffd\ufffd"
+def test_text_is_held_back_only_while_a_stop_text_may_begin_with_it():
+    sample, seen = Sample("A ", [1], ["END"]), []
+    for raw in (b"caf\xc3", b"\xa9 E", b"Nte EN", b"D!"):
+        sample.feed(raw)
+        seen.append(sample.unprinted)
+    assert seen == ["A caf", "A café ", "A café ENte ", "A café ENte "] and sample.ended
+
+
+def test_bytes_that_are_no_text_are_replaced():
+    sample = Sample("", [])
+    sample.feed(b"a\xff\xe4")
+    sample.feed(b"", final=True)
+    assert sample.unprinted == "a\ufffd\ufffd"
