@@ -85,7 +85,7 @@ class Dataset:
             self.check_ids(sequences)
             # Sent whole: of a view, pinned memory would need a copy that is made first.
             sequences = processes.to_device(sequences)
-            return sequences[:, :-1], sequences[:, 1:]
+            return sequences[:, :-1], sequences[:, 1:]  # the target of a token is the next one
 
         return prefetch(load, itertools.product(steps, range(micro_steps)))
 
@@ -121,13 +121,9 @@ def sequence_order(n_sequences: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n_sequences)
 
 
-def get_batch(shards: Sequence[np.ndarray], config, step, micro_step=0, rank=0, world_size=1):
-    """Inputs and targets, (B, block_size) int64 each; arguments as for get_sequences."""
-    sequences = get_sequences(shards, config, step, micro_step, rank, world_size)
-    return sequences[:, :-1], sequences[:, 1:]  # the target of a token is the next one
-
-
-def get_sequences(shards, config, step, micro_step, rank, world_size) -> torch.Tensor:
+def get_sequences(
+    shards: Sequence[np.ndarray], config, step: int, micro_step=0, rank=0, world_size=1
+) -> torch.Tensor:
     """Those of a micro-batch, (B, block_size + 1) int64, B as micro_batches says: a pure function.
 
     An epoch visits every sequence once, in an order drawn from (seed, epoch). Sequences do not
@@ -153,9 +149,6 @@ def get_sequences(shards, config, step, micro_step, rank, world_size) -> torch.T
 def prefetch(load, places) -> Iterator[Any]:
     """load(*place) for each of the places, in another thread while the one before is in use."""
     with ThreadPoolExecutor(1) as thread:
-        following = None
-        for place in places:
-            ready, following = following, thread.submit(load, *place)
-            if ready:
-                yield ready.result()
-        yield following.result()
+        futures = (thread.submit(load, *place) for place in places)
+        for ready, _ in itertools.pairwise(itertools.chain(futures, [None])):
+            yield ready.result()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from gptling.checkpoints import Progress, RunDirectory, list_checkpoints
 from gptling.cli import UserError
-from gptling.dataset import Dataset, get_batch, open_tokens, prefetch
+from gptling.dataset import Dataset, get_sequences, open_tokens, prefetch
 from gptling.optim import Muon
 from gptling.processes import Processes
 from model import GPT, GPTConfig
@@ -39,7 +39,7 @@ def read_log(run):
 
 def visited(shards, config, steps):
     """The first tokens of all sequences of these steps, in order."""
-    return [int(x[0]) for step in steps for x in get_batch(shards, config, step)[0]]
+    return [int(x[0]) for step in steps for x in get_sequences(shards, config, step)]
 
 
 @pytest.mark.parametrize("lengths", [[1000], [17], [33], [500, 20, 5, 300], [170]])
@@ -59,17 +59,21 @@ def test_an_epoch_visits_every_sequence_once(lengths):
         assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
 
 
-def test_targets_are_the_next_tokens():
-    x, y = get_batch([np.arange(1000)], TrainConfig(block_size=16, batch_size=5), step=3)
+def test_targets_are_the_next_tokens(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    data = Dataset("mine", block_size=16)
+    data.train = [np.arange(1000) % 10]
+    config = TrainConfig(block_size=16, batch_size=5)
+    ((x, y),) = data.batches(config, range(3, 4), Processes("cpu"))
     assert x.shape == y.shape == (5, 16) and x.dtype == torch.int64
-    assert torch.equal(y, x + 1) and torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(y, (x + 1) % 10) and torch.equal(x[:, 1:], y[:, :-1])
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
     shards, config = [np.arange(5000)], TrainConfig(block_size=16, batch_size=8)
-    later = get_batch(shards, config, 1000)[0]
-    assert torch.equal(get_batch(shards, config, 1000)[0], later)
-    other = get_batch(shards, dataclasses.replace(config, seed=1), 1000)[0]
+    later = get_sequences(shards, config, 1000)
+    assert torch.equal(get_sequences(shards, config, 1000), later)
+    other = get_sequences(shards, dataclasses.replace(config, seed=1), 1000)[0]
     assert not torch.equal(other, later)
 
 
@@ -78,9 +82,9 @@ def test_processes_and_accumulation_share_the_same_sequences():
     whole = TrainConfig(block_size=16, batch_size=4 * B)
     parts = TrainConfig(block_size=16, batch_size=B, gradient_accumulation_steps=4)
     for step in (0, 7, 300):
-        expected = get_batch(shards, whole, step)[0]
-        one = [get_batch(shards, parts, step, micro)[0] for micro in range(4)]
-        two = [get_batch(shards, parts, step, m, r, 2)[0] for m in range(2) for r in range(2)]
+        expected = get_sequences(shards, whole, step)
+        one = [get_sequences(shards, parts, step, micro) for micro in range(4)]
+        two = [get_sequences(shards, parts, step, m, r, 2) for m in range(2) for r in range(2)]
         assert torch.equal(torch.cat(one), expected)
         assert torch.equal(torch.cat(two), expected)
 
@@ -533,8 +537,8 @@ def test_two_hundred_shards_open_unread_and_memory_stays_bounded(tmp_path):
     shards = [open_tokens(file) for file in sorted(tmp_path.glob("train-*.npy"))]
     assert sum(map(len, shards)) == 2_000_000_000 and resident() < before + 5
     config = TrainConfig(block_size=1024, batch_size=8)
-    get_batch(shards, config, 0)
+    get_sequences(shards, config, 0)
     before = resident()
     for step in range(2000):
-        get_batch(shards, config, step)
+        get_sequences(shards, config, step)
     assert resident() < before + 20  # MB
