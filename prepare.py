@@ -24,7 +24,7 @@ import tyro
 
 from gptling.cli import UserError, load, run
 from gptling.corpus import find_sources, read, signature
-from gptling.files import lock_directory, replace_text, writing
+from gptling.files import lock_directory, replace, writing
 from gptling.shards import Place, TokenShards, encode_on_all_cores, split_documents
 from gptling.tokenizers import (
     END_OF_TEXT,
@@ -107,7 +107,7 @@ def prepare(config: PrepareConfig) -> Path:
             )
             with writing(output):
                 output.mkdir()
-                replace_text(output / "tokenizer.json", tokenizer_to_json(encoding))
+                replace(output / "tokenizer.json", tokenizer_to_json(encoding).encode())
 
         # ------------------------------------------------ encode and write
         has_end = END_OF_TEXT in encoding.special_tokens_set
@@ -119,7 +119,7 @@ def prepare(config: PrepareConfig) -> Path:
                 shards.write(split, ids if text else separator)
                 if shards.is_full():
                     state = {"place": asdict(place), "shards": shards.finish_shard()}
-                    replace_text(progress_file, json.dumps({"wanted": wanted} | state))
+                    replace(progress_file, json.dumps({"wanted": wanted} | state).encode())
             fingerprint = shards.close()
 
         # ------------------------------------------------ meta.json, and the name
@@ -135,7 +135,7 @@ def prepare(config: PrepareConfig) -> Path:
             "sha256": fingerprint,  # of the token files
         }
         with writing(target):
-            replace_text(output / "meta.json", json.dumps(meta, indent=2) + "\n")
+            replace(output / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
             if target.exists():
                 target.rename(directory / "replaced")
             output.rename(target)

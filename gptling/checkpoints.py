@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gptling.cli import UserError
-from gptling.files import lock_directory, read_json, replace_text, sha256, sync, writing
+from gptling.files import lock_directory, read_json, replace, sha256, sync, writing
 from gptling.optim import whole_state
 
 
@@ -201,10 +201,6 @@ def delete(checkpoint: Path):
 
 def cut_log(file: Path, step: int):
     """Drop what the log has after `step`, which will be done again, and what a crash cut off."""
-    kept = []
-    text = file.read_text(encoding="utf-8", errors="replace") if step and file.exists() else ""
-    for line in text.splitlines():
-        with suppress(ValueError, LookupError, TypeError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    replace_text(file, "".join(kept))
+    lines = file.read_bytes().splitlines(keepends=True) if step and file.exists() else []
+    whole = [line for line in lines if line.endswith(b"\n")]
+    replace(file, b"".join(line for line in whole if json.loads(line)["step"] <= step))

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from gptling.cli import UserError
-from gptling.files import replace_text, writing
+from gptling.files import replace, writing
 
 PAGE_WEIGHTS = 5_000_000  # of attention, 2 bytes each: deep models show fewer tokens
 
@@ -96,4 +96,4 @@ def write_page(path: Path, data: dict):
         text = text.replace(character, f"\\u{ord(character):04x}")
     template = Path(__file__).with_name("explain_template.html").read_text(encoding="utf-8")
     with writing(path):
-        replace_text(path, template.replace("__DATA__</script>", f"{text}</script>"))
+        replace(path, template.replace("__DATA__</script>", f"{text}</script>").encode())

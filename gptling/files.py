@@ -48,21 +48,15 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` once it is whole."""
+def replace(path: Path, content: bytes):
+    """Write a file, which takes the place of an older one once it is whole on the disk."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
-        yield temporary
+        temporary.write_bytes(content)
         sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def replace_text(path: Path, text: str):
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def read_json(file: Path, limit: int = 1 << 20) -> dict[str, Any]:

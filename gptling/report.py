@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import sys
 import time
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from gptling.cli import optional_package
 from gptling.dataset import Dataset
 from gptling.devices import flops_utilisation
-from gptling.files import replacing, writing
+from gptling.files import replace, writing
 from gptling.processes import Processes
 from gptling.tokenizers import start_token
 
@@ -177,5 +178,7 @@ def draw_curves(out_dir: Path):
     axes.set_ylim(top=1.1 * val[0][1])  # the fall from ln(vocabulary) would press the rest flat
     axes.grid(alpha=0.3)
     axes.legend()
-    with writing(out_dir / "loss.png"), replacing(out_dir / "loss.png") as temporary:
-        figure.savefig(temporary, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    with writing(out_dir / "loss.png"):
+        replace(out_dir / "loss.png", picture.getvalue())

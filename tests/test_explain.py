@@ -240,14 +240,14 @@ def test_the_page_is_checked_before_a_model_is_loaded(tmp_path):
 
 
 def test_a_page_that_cannot_be_finished_leaves_the_older_one(tmp_path, monkeypatch):
-    def full(self, text, encoding):
-        self.write_bytes(text.encode()[:100])
+    def full(self, content):
+        self.write_text("<html>")
         raise OSError(28, "No space left on device")
 
     page = tmp_path / "page.html"
     page.write_text("older")
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.write_text", full)
+        patch.setattr("pathlib.Path.write_bytes", full)
         with pytest.raises(UserError, match=r"page\.html.*disk is full.*MB are left"):
             write_page(page, {})
     assert page.read_text() == "older" and list(tmp_path.iterdir()) == [page]

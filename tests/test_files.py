@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from gptling.cli import UserError
 from gptling.explain import write_page
-from gptling.files import lock_directory, read_json, replace_text, writing
+from gptling.files import lock_directory, read_json, replace, writing
 from gptling.report import draw_curves
 from gptling.shards import TokenShards
 from tests.conftest import TEXT, TINY, output_of, run_script
@@ -103,7 +103,7 @@ WRITERS = {  # name of the file: what writes it
     "val.npy": write_shards,
     "loss.png": write_picture,
     "page.html": lambda path: write_page(path, {"tokens": ["a"] * 200_000}),
-    "tokenizer.json": lambda path: replace_text(path, "x" * 1_000_000),
+    "tokenizer.json": lambda path: replace(path, b"x" * 1_000_000),
 }
 WHOLE = ("model.safetensors", "loss.png", "page.html", "tokenizer.json")  # or not there
 
@@ -199,10 +199,10 @@ def test_a_page_of_explain_on_a_full_disk_leaves_the_older_one(disk, trained):
 # ---------------------------------------------------------------------------- text, locks
 
 
-def test_a_text_is_replaced_whole(tmp_path, monkeypatch):
+def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     path = tmp_path / "meta.json"
-    replace_text(path, "first ü\n")
-    replace_text(path, "second")
+    replace(path, b"first")
+    replace(path, b"second")
     assert contents(tmp_path) == {"meta.json": b"second"}
 
     def stop(descriptor):
@@ -210,7 +210,7 @@ def test_a_text_is_replaced_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", stop)
     with pytest.raises(KeyboardInterrupt):
-        replace_text(path, "third")
+        replace(path, b"third")
     assert contents(tmp_path) == {"meta.json": b"second"}
 
 
