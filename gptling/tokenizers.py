@@ -254,20 +254,16 @@ def _checked_encoding(pattern, special, vocab, merges):
         raise ValueError(f"ids that are not unique, or not from 0 to {limit - 1}")
     if len(pattern) + sum(map(len, special)) > 1 << 18:  # they are compiled
         raise ValueError("its pattern and special tokens are too long")
-    safe = _whole_pattern(pattern)
+    safe = pattern
+    if pattern not in (ANY_CHARACTER, GPT2_PATTERN, BPE_PATTERN):
+        # Each match must begin where the last one ended (\G) and not be empty: tiktoken aborts at
+        # an empty one, and leaves out what is between two. \K moves the beginning of a match.
+        tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
+        if r"\K" in pattern:
+            raise ValueError("its pattern has \\K")
+        safe = rf"\G(?:{pattern})(?!\G)|[\s\S]"
     encoding = tiktoken.Encoding("", pat_str=safe, mergeable_ranks=ranks, special_tokens=special)
     encoding._pat_str, encoding.engine_pattern = pattern, safe
     if pattern != ANY_CHARACTER and not has_all_bytes(encoding):
         raise ValueError("it lacks bytes, which only a tokenizer of characters may")
     return encoding
-
-
-def _whole_pattern(pattern):
-    """`pattern` such that each match begins where the last one ended (\\G) and is not empty, for
-    tiktoken aborts at an empty one and leaves out what is between two. Raises ValueError."""
-    if pattern in (ANY_CHARACTER, GPT2_PATTERN, BPE_PATTERN):
-        return pattern
-    tiktoken.Encoding("", pat_str=pattern, mergeable_ranks={b"a": 0}, special_tokens={})
-    if r"\K" in pattern:  # moves the beginning of a match
-        raise ValueError("its pattern has \\K")
-    return rf"\G(?:{pattern})(?!\G)|[\s\S]"
