@@ -110,8 +110,8 @@ def encode_on_all_cores(
 
     affinity = getattr(os, "sched_getaffinity", None)  # a container may have fewer than the machine
     threads = min(16, len(affinity(0)) if affinity else os.cpu_count() or 1)
-    pool, waiting, group, length = ThreadPoolExecutor(threads), deque(), [], 0
-    try:
+    waiting, group, length = deque(), [], 0
+    with ThreadPoolExecutor(threads) as pool:
         for key, text in texts:
             group.append((key, text))
             length += len(text) + 64  # a short text takes memory too
@@ -123,8 +123,6 @@ def encode_on_all_cores(
         waiting.append((length, pool.submit(work, group)))
         for _, future in waiting:
             yield from future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 class TokenFile:
