@@ -63,8 +63,7 @@ def run(main: Callable[[], int | None]):
             _fail("another of the processes has ended; see what it wrote")
         raise
     except BrokenPipeError:  # `sample.py | head`: the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        os._exit(1)  # without a flush of what is left, which would fail again
     except OSError as error:  # of a file: the system's own words
         if error.filename is None:
             raise
