@@ -4,7 +4,6 @@ import codecs
 import contextlib
 import gzip
 import hashlib
-import importlib
 import json
 import re
 import urllib.request
@@ -118,7 +117,8 @@ def _hub_files(source):
 def embedded_corpus() -> dict[str, str]:
     """Python's language reference, {topic: text}, 370 kB of English, without topics that mostly
     repeat longer ones: validation text must not be trained on."""
-    topics = importlib.import_module("pydoc_data.topics").topics
+    from pydoc_data.topics import topics
+
     seen, kept = set(), set()
     for topic in sorted(topics, key=lambda topic: -len(topics[topic])):
         lines = set(topics[topic].splitlines())
