@@ -43,8 +43,10 @@ def best_checkpoint(run: str | Path) -> Path | None:
     """The checkpoint of a run with the lowest validation loss, the newest of equal ones."""
 
     def order(checkpoint):
-        metrics = read_json(checkpoint / "metrics.json")  # no loss where a run was stopped
-        return metrics.get("val_loss", math.inf), -step_of(checkpoint)
+        loss = math.inf  # where a run was stopped between evaluations, or metrics.json is damaged
+        with suppress(UserError, LookupError, TypeError, ValueError):
+            loss = float(read_json(checkpoint / "metrics.json")["val_loss"])
+        return loss, -step_of(checkpoint)
 
     return min(list_checkpoints(run), key=order, default=None)
 
