@@ -34,6 +34,16 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {name}, {platform.system()}, {versions}"
 
 
+def dtypes() -> list[str]:
+    """Those in which this machine computes products; emulated bfloat16 takes 400 times as long."""
+    import torch
+
+    from gptling.devices import has_products
+
+    native = torch.cuda.is_available() or has_products(torch.bfloat16)
+    return ["float32", "bfloat16"] if native else ["float32"]
+
+
 def in_turns(script: str, cases: dict[str, dict], repetitions: int) -> dict[str, list[dict]]:
     """Run `script --worker CASE` for every case, in turns; what each printed as JSON, by name.
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import in_turns, machine, spread, table
+from report import dtypes, in_turns, machine, spread, table
 
 SIZES = {
     "0.8 M": dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128),
@@ -134,13 +134,16 @@ def prompt(repetitions: int):
     for length in (1, 512):
         common = dict(size="124 M", prompt=length, tokens=64)
         cases, base = {}, {}
-        for dtype in ("float32", "bfloat16"):
+        for dtype in dtypes():
             peer = f"transformers, {dtype}"
             cases[peer] = common | dict(who="transformers", dtype=dtype)
             for compile in (False, True):
                 name = f"gptling, {dtype}{', --compile' * compile}"
                 cases[name] = common | dict(who="gptling", dtype=dtype, compile=compile)
                 base[name] = peer
+        stored = "gptling, bfloat16, --compile"  # also where products are in float32
+        cases[stored] = common | dict(who="gptling", dtype="bfloat16", compile=True)
+        base.setdefault(stored, "transformers, float32")
         cases["CTranslate2, float32"] = common | dict(who="ctranslate2", dtype="float32")
         compare(f"124 M, one prompt of {length}, 64 tokens", cases, repetitions, base)
 
@@ -157,7 +160,7 @@ def small(repetitions: int):
 
 
 def batch(repetitions: int):
-    common = dict(size="124 M", prompt=8, tokens=64, dtype="bfloat16")
+    common = dict(size="124 M", prompt=8, tokens=64, dtype=dtypes()[-1])
     cases = {
         "gptling, 1 prompt": common | dict(who="gptling"),
         "gptling, 16 prompts": common | dict(who="gptling", batch=16),
@@ -165,14 +168,14 @@ def batch(repetitions: int):
         "transformers, 16 prompts": common | dict(who="transformers", batch=16),
     }
     base = dict.fromkeys(list(cases)[1:], "gptling, 1 prompt")
-    compare("124 M, bfloat16, prompts of 8", cases, repetitions, base)
+    compare(f"124 M, {dtypes()[-1]}, prompts of 8", cases, repetitions, base)
 
 
 def length(repetitions: int):
-    common = dict(size="124 M", prompt=1, dtype="bfloat16", who="gptling")
+    common = dict(size="124 M", prompt=1, dtype=dtypes()[-1], who="gptling")
     cases = {f"the first {n} tokens": common | dict(tokens=n) for n in (64, 256, 1000)}
     base = dict.fromkeys(list(cases)[1:], "the first 64 tokens")
-    compare("124 M, bfloat16, longer texts", cases, repetitions, base)
+    compare(f"124 M, {dtypes()[-1]}, longer texts", cases, repetitions, base)
 
 
 if __name__ == "__main__":
