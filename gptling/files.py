@@ -28,7 +28,8 @@ def writing(path: Path) -> Iterator[None]:
         there = next(p for p in [path, *path.absolute().parents] if os.path.exists(p))
         megabytes = shutil.disk_usage(there).free / 1e6
         # torch.save and numpy have errors of their own for a full disk, which do not say so.
-        if megabytes < 1 or "No space left" in reason:
+        hidden = getattr(error, "errno", None) is None and megabytes < 1
+        if hidden or "No space left" in reason or "not enough space" in reason:
             reason = f"the disk is full: {megabytes:,.1f} MB are left on it"
         raise UserError(f"{path}: cannot be written: {reason}") from error
 

@@ -48,15 +48,15 @@ def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
         for _ in range(options["ns_steps"]):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.mT if tall else x
-    # The same with small squares only: each step multiplies x by a polynomial of the Gram matrix,
-    # which has the squares of x's singular values: more digits than bfloat16 has.
-    gram, product = x @ x.mT, torch.eye(x.size(1), dtype=x.dtype, device=x.device)
-    for _ in range(options["ns_steps"]):
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal(dim1=1, dim2=2).add_(a)
-        product, gram = factor @ product, factor @ gram @ factor
-    x = product @ x
+    else:
+        # The same with small squares: each step multiplies x by a polynomial of its Gram matrix,
+        # which has the squares of x's singular values: more digits than bfloat16 has.
+        gram, product = x @ x.mT, torch.eye(x.size(1), dtype=x.dtype, device=x.device)
+        for _ in range(options["ns_steps"]):
+            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            factor.diagonal(dim1=1, dim2=2).add_(a)
+            product, gram = factor @ product, factor @ gram @ factor
+        x = product @ x
     return x.mT if tall else x
 
 

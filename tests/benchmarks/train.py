@@ -31,10 +31,11 @@ def time_to_loss(repetitions: int):
     """Whole processes of both recipes, a seed a turn. The classic one evaluates as much as nanoGPT
     does, every 250 steps on 30,720 tokens; the losses here are those of --eval_only, afterwards."""
     runs = {
-        "classic: AdamW, float32": ["shakespeare_char_cpu_adamw", "--dtype=float32"],
+        "classic: AdamW, float32": [
+            "shakespeare_char_cpu_adamw", "--dtype=float32", "--eval_tokens=30720",
+        ],
         "Muon, dtype=auto": ["shakespeare_char_cpu"],
-    }
-    runs["classic: AdamW, float32"] += ["--eval_tokens=30720"]
+    }  # fmt: skip
     results = {name: [] for name in runs}
     train = [sys.executable, ROOT / "train.py"]
     with tempfile.TemporaryDirectory() as out:
