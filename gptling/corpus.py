@@ -163,10 +163,10 @@ def documents(source: Source, count_bytes: Callable = lambda n: None) -> Iterato
     row of a .parquet or hub file; any other file is one. Raises UserError, as the pieces do, for
     what is not UTF-8 text, and where there is none. count_bytes is told how many are read."""
     texts = _read(source, count_bytes)
-    if isinstance(source, Path) and not kind_of(source):
-        yield source.stat().st_size, texts  # nothing is read for its size
+    if isinstance(source, Path) and not kind_of(source):  # nothing is read for its size
+        yield source.stat().st_size, (text for _, text in texts)
     else:
-        yield from ((len(text.encode()), (text,)) for text in texts)
+        yield from ((size, (text,)) for size, text in texts)
 
 
 def _read(source, count_bytes):
@@ -180,7 +180,7 @@ def _read(source, count_bytes):
                 number, done = number + 1, position
                 if size:
                     empty = False
-                    yield text
+                    yield size, text
     except (*UNREADABLE, RecursionError) as error:
         raise UserError(f'{source}: line {number}: no "text" can be read: {error!r:.300}') from None
     if empty:

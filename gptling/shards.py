@@ -68,27 +68,29 @@ def split_documents(
         seen = count["train"] + count["val"]
         part = training_part(size, seen, count["val"], first_sizes)
         count["documents"] += 1
-        for split, text in _split_pieces(text_pieces, part):
+        for split, text, n_bytes in _split_pieces(text_pieces, part):
             pieces += 1
             count["characters"] += len(text)
-            count[split] += len(text.encode())
+            count[split] += n_bytes
             if (source, pieces) > (start.source, start.pieces):
                 yield Place(source, pieces, before, dict(count)), split, text
 
 
 def _split_pieces(pieces, part):
-    """(split, text) of a document that trains up to the last whole character of its first `part`
-    bytes; an empty text behind the last one of each split."""
+    """(split, text, its bytes) of a document that trains up to the last whole character of its
+    first `part` bytes; an empty text behind the last one of each split."""
     splits = {}  # those that have text of the document, in order
     for piece in pieces:
         raw = piece.encode()
         head = piece if len(raw) <= part else raw[: max(part, 0)].decode(errors="ignore")
+        n_head = len(raw) if head == piece else len(head.encode())
         part -= len(raw)
-        for split, text in (("train", head), ("val", piece[len(head) :])):
+        rest = "val", piece[len(head) :], len(raw) - n_head
+        for split, text, n_bytes in (("train", head, n_head), rest):
             if text:
                 splits[split] = True
-                yield split, text
-    yield from ((split, "") for split in splits)
+                yield split, text, n_bytes
+    yield from ((split, "", 0) for split in splits)
 
 
 def encode_on_all_cores(
