@@ -51,11 +51,12 @@ def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
     else:
         # The same with small squares: each step multiplies x by a polynomial of its Gram matrix,
         # which has the squares of x's singular values: more digits than bfloat16 has.
-        gram, product = x @ x.mT, torch.eye(x.size(1), dtype=x.dtype, device=x.device)
-        for _ in range(options["ns_steps"]):
+        gram, factor, product = x @ x.mT, None, None
+        for step in range(options["ns_steps"]):
+            gram = factor @ gram @ factor if step else gram
             factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             factor.diagonal(dim1=1, dim2=2).add_(a)
-            product, gram = factor @ product, factor @ gram @ factor
+            product = factor @ product if step else factor
         x = product @ x
     return x.mT if tall else x
 

@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import model as model_module
 from gptling import loss as loss_module
 from gptling.loss import fused_loss
+from gptling.processes import recompute_activations
 from model import GPT, GPTConfig, KVCache, draw, next_token_probs
 
 
@@ -154,6 +156,29 @@ def test_a_compiled_model_has_the_same_loss_and_gradients(dtype, fused, monkeypa
             loss = forward(idx, targets)[1]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_block_is_compiled_inside_its_checkpoint(monkeypatch):
+    """Whole, and once for all blocks: a hook around it, as FSDP's is, cuts nothing off."""
+    captured, compile = [], torch.compile
+
+    def backend(graph, inputs):
+        captured.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    model, compiled = make_model(n_layer=3).train(), make_model(n_layer=3).train()
+    compiled.load_state_dict(model.state_dict())
+    monkeypatch.setattr("torch.compile", lambda function: compile(function, backend=backend))
+    recompute_activations(compiled, compile_blocks=True)
+    idx, targets = torch.randint(97, (2, 4, 16))
+    results = []
+    for each in (model, compiled):
+        loss = each(idx, targets)[1]
+        results.append([loss, *torch.autograd.grad(loss, list(each.parameters()))])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
+    assert len(captured) == 1
+    assert {F.scaled_dot_product_attention, F.gelu, F.layer_norm} <= captured[0]
 
 
 def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():

@@ -315,13 +315,25 @@ def test_compiling_a_block_of_a_wide_model_changes_no_logits(dtype, native, monk
 def compile_by(backend):
     """For torch.compile: as quick as a backend that does not compile."""
     compile = torch.compile
-    return lambda step, fullgraph, options=None: compile(step, fullgraph=fullgraph, backend=backend)
+    return lambda step, **options: compile(step, backend=backend, **options)
 
 
 def test_a_compiled_step_is_the_plain_one_and_says_what_it_took(monkeypatch, capfd):
     monkeypatch.setattr("torch.compile", compile_by("eager"))
     check_speed_up(random_model(GPT), True, compile=True)
     assert capfd.readouterr().err.count("compiled in") == 1
+
+
+def test_models_that_differ_in_a_number_alone_are_compiled_each(monkeypatch):
+    monkeypatch.setattr("torch.compile", compile_by("eager"))
+    torch.compiler.reset()
+    idx = torch.randint(97, (1, 12))
+    for eps in (1e-5, 1.0):
+        model = random_model(GPT)
+        model.ln_f.eps = eps
+        expected = steps(model, idx, None)
+        speed_up(model, compile=True)
+        torch.testing.assert_close(steps(model, idx, None), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_class", [GPT, ChangedGPT])

@@ -415,6 +415,19 @@ def test_recomputing_activations_changes_no_result(trained, tmp_path):
 
 
 @pytest.mark.slow
+def test_compiling_changes_no_result(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    cache, more = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, ["--max_iters=4", "--n_layer=1"]
+    for name, compile in (("plain", "False"), ("compiled", "True")):
+        flags = ["--dataset=mine", *TINY, *more, f"--compile={compile}", f"--out_dir={name}"]
+        output_of("train.py", *flags, cwd=tmp_path, **cache)
+    assert list(tmp_path.glob("**/*.so"))  # it was compiled
+    a, b = (weights(tmp_path / name, 4) for name in ("plain", "compiled"))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_compiler_that_is_missing_is_one_line(trained, tmp_path):
     copy_data(trained, tmp_path)
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": "/nonexistent"}
