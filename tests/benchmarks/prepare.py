@@ -5,7 +5,7 @@
 
 The text is Python's language reference, repeated. One thread is tiktoken's encode_to_numpy on text
 in memory, all cores are our threads of it, prepare.py is the whole process, which reads the text
-twice and writes tokens. gpt2 needs tiktoken's vocabulary.
+(for char twice) and writes tokens. gpt2 needs tiktoken's vocabulary.
 """
 
 import json
