@@ -37,14 +37,19 @@ def speed_up(model: nn.Module, compile: bool = False):
         replace_linears(model, OneDNNLinear)
     if on_cpu and compile:
         replace_attention(model, attend_one_query)
-    if compile:
-        compile_steps(model, by_block=on_cpu and wide)
+    if compile:  # PyTorch would not ask which of the blocks that share a compilation has hooks
+        compile_steps(model, by_block=on_cpu and wide and not any(map(has_hooks, model.modules())))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def replace_linears(model: nn.Module, layer: Callable[[nn.Linear], nn.Module]):
     """Put layer(linear) in the place of each nn.Linear, not of what may compute something else."""
     modules = model.named_modules(remove_duplicate=False)
-    for name in [name for name, module in modules if type(module) is nn.Linear]:
+    plain = [name for name, m in modules if type(m) is nn.Linear and not has_hooks(m)]
+    for name in plain:  # one by one, so that memory holds few of them twice
         model.set_submodule(name, layer(model.get_submodule(name)))
 
 
@@ -115,7 +120,8 @@ def compile_steps(model: nn.Module, by_block: bool):
         return x.size(1) == 1 and layer is not None and layer.length >= 2
 
     if not by_block:
-        model.next_logits = Compiled(model.next_logits, one_token)
+        options = {"guard_filter_fn": without_hooks}
+        model.next_logits = Compiled(model.next_logits, one_token, options)
         return
     for block in model.h:
         block.forward = Compiled(block.forward, one_token)
@@ -125,7 +131,7 @@ def compile_steps(model: nn.Module, by_block: bool):
 
 def without_hooks(guards: Sequence) -> list[bool]:
     """Which of the things that a compilation relies on are asked about at every call: not whether
-    modules have got hooks or other methods since, which takes a 20th of a step."""
+    modules have got hooks or other methods since, which takes a 20th of a small model's step."""
     left_out = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
     return [guard.guard_type not in left_out for guard in guards]
 
@@ -133,7 +139,7 @@ def without_hooks(guards: Sequence) -> list[bool]:
 class Compiled:
     """A function that is compiled where its arguments are `ready` for it, otherwise as it is."""
 
-    def __init__(self, plain: Callable, ready: Callable[..., bool]):
+    def __init__(self, plain: Callable, ready: Callable[..., bool], options: dict | None = None):
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
         from torch._dynamo.utils import counters  # both are slow to import
 
@@ -141,7 +147,6 @@ class Compiled:
         self.plain, self.ready = plain, ready
         # One compilation for any length of the cache.
         torch.compiler.config.dynamic_sources = r"L\['cache'\](\[\d+\])?\.length"
-        options = {"guard_filter_fn": without_hooks}
         self.compiled = torch.compile(plain, fullgraph=True, options=options)
 
     def __call__(self, *arguments):

@@ -357,6 +357,15 @@ def test_blocks_of_a_wide_model_are_compiled_each_and_stay_what_they_are(
     assert model(one)[0].shape == (1, 1, 97)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "mlp.c_proj"])
+def test_a_hook_in_one_block_stays_in_it(name, compile, monkeypatch):
+    monkeypatch.setattr("torch.compile", compile_by("eager"))
+    model = random_model(GPT, n_embd=256, n_layer=3)
+    model.h[1].get_submodule(name).register_forward_hook(lambda module, arguments, y: 2 * y)
+    check_speed_up(model, False, compile=compile)
+
+
 def test_a_compiler_that_fails_is_one_line(monkeypatch):
     def no_compiler(graph, inputs):
         raise RuntimeError("No working C++ compiler found")
