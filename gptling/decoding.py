@@ -37,7 +37,7 @@ def speed_up(model: nn.Module, compile: bool = False):
         replace_linears(model, OneDNNLinear)
     if on_cpu and compile:
         replace_attention(model, attend_one_query)
-    if compile:  # PyTorch would not ask which of the blocks that share a compilation has hooks
+    if compile:  # PyTorch never asks which of the blocks that share a compilation has hooks
         compile_steps(model, by_block=on_cpu and wide and not any(map(has_hooks, model.modules())))
 
 
@@ -120,7 +120,7 @@ def compile_steps(model: nn.Module, by_block: bool):
         return x.size(1) == 1 and layer is not None and layer.length >= 2
 
     if not by_block:
-        options = {"guard_filter_fn": without_hooks}
+        options = {"guard_filter_fn": without_new_methods}
         model.next_logits = Compiled(model.next_logits, one_token, options)
         return
     for block in model.h:
@@ -129,11 +129,10 @@ def compile_steps(model: nn.Module, by_block: bool):
         model.lm_head.forward = Compiled(model.lm_head.forward, lambda x: len(x) == 1)
 
 
-def without_hooks(guards: Sequence) -> list[bool]:
+def without_new_methods(guards: Sequence) -> list[bool]:
     """Which of the things that a compilation relies on are asked about at every call: not whether
-    modules have got hooks or other methods since, which takes a 20th of a small model's step."""
-    left_out = ("EMPTY_NN_MODULE_HOOKS_DICT", "NOT_PRESENT_IN_GENERIC_DICT")
-    return [guard.guard_type not in left_out for guard in guards]
+    modules have got other methods since, which takes a 20th of a small model's step."""
+    return [guard.guard_type != "NOT_PRESENT_IN_GENERIC_DICT" for guard in guards]
 
 
 class Compiled:
