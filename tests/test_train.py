@@ -153,20 +153,27 @@ def test_muon_is_that_of_pytorch(weight_decay):
     torch.manual_seed(0)
     shapes = [(24, 8), (8, 8), (32, 8), (8, 32), (24, 8), (8, 8)]
     start = [torch.randn(shape) for shape in shapes]
-    ours, theirs = ([torch.nn.Parameter(m.clone()) for m in start] for _ in range(2))
+    ours = [torch.nn.Parameter(m.clone()) for m in start]
+    # Queries, keys and values are three matrices of PyTorch's.
+    heights = [8 if shape == (24, 8) else shape[0] for shape in shapes]
+    theirs = [
+        [torch.nn.Parameter(part.clone()) for part in m.split(height)]
+        for m, height in zip(start, heights, strict=True)
+    ]
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": weight_decay}
     batched = Muon(ours, torch.bfloat16, **options)
-    oracle = torch.optim.Muon(theirs, **options)
+    oracle = torch.optim.Muon([part for parts in theirs for part in parts], **options)
     for _ in range(5):
-        for a, b, shape in zip(ours, theirs, shapes, strict=True):
-            a.grad = torch.randn(shape)
-            b.grad = a.grad.clone()
+        for a, parts, height in zip(ours, theirs, heights, strict=True):
+            a.grad = torch.randn(a.shape)
+            for part, gradient in zip(parts, a.grad.split(height), strict=True):
+                part.grad = gradient.clone()
         batched.step()
         oracle.step()
-    for a, b, before in zip(ours, theirs, start, strict=True):
-        torch.testing.assert_close(a - before, b - before, rtol=0.02, atol=0.01)
-    a, b = (optimizer.state_dict()["state"] for optimizer in (batched, oracle))
-    assert all(torch.equal(a[i]["momentum_buffer"], b[i]["momentum_buffer"]) for i in range(6))
+    for a, parts, before in zip(ours, theirs, start, strict=True):
+        torch.testing.assert_close(a - before, torch.cat(parts) - before, rtol=0.02, atol=0.01)
+        moments = [oracle.state[part]["momentum_buffer"] for part in parts]
+        assert torch.equal(batched.state[a]["momentum_buffer"], torch.cat(moments))
 
 
 def test_muon_in_float32_makes_singular_values_equal_within_its_bounds():
