@@ -14,8 +14,8 @@ from gptling.cli import UserError
 class Muon(torch.optim.Muon):
     """torch.optim.Muon with equal matrices orthogonalised in one batch (else a small model's step
     takes half as long again), in float32 where a CPU has no bfloat16 (else 28 times as long), and
-    three squares in one parameter, as of queries, keys and values, each by itself: the quick start
-    comes to the same loss in a tenth fewer steps."""
+    three squares in one parameter, as of queries, keys and values, each by itself (else the same
+    loss takes a few in a hundred steps more)."""
 
     def __init__(self, params, dtype: torch.dtype, **options):
         super().__init__(params, **options)

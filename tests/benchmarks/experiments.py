@@ -23,7 +23,7 @@ from report import ROOT, machine, spread, table
 
 PATCHES = ROOT / "docs" / "experiments"
 SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "gptling", "config"]
-STEPS = 700  # of config/quickstart.toml
+STEPS = 640  # of config/quickstart.toml
 SEEDS = (1, 2, 3)
 
 
