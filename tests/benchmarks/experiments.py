@@ -17,13 +17,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from report import ROOT, machine, spread, table
 
 PATCHES = ROOT / "docs" / "experiments"
 SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "gptling", "config"]
-STEPS = 640  # of config/quickstart.toml
+STEPS = tomllib.loads((ROOT / "config" / "quickstart.toml").read_text())["max_iters"]
 SEEDS = (1, 2, 3)
 
 
