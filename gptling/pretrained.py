@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
 
 from gptling.checkpoints import best_checkpoint, list_checkpoints
 from gptling.cli import UserError, optional_package
@@ -58,9 +59,23 @@ def load_model(model_class: type, path: str | Path, **changes) -> torch.nn.Modul
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from None
     try:
-        return model_class.from_pretrained(path, tensors, **changes)
+        with SkipInit():
+            return model_class.from_pretrained(path, tensors, **changes)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: no model in config.json, weights, tokenizer: {error}") from None
+
+
+class SkipInit(TorchFunctionMode):
+    """Leave out the random numbers of parameters that are loaded next: two seconds for 124 M. On
+    the device "meta" they, and the triangles of masks, import PyTorch's compiler: one more."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        if func is torch.Tensor.tril and args[0].is_meta:
+            return args[0]
+        return func(*args, **kwargs)
 
 
 def weight_files(path: Path) -> list[Path]:

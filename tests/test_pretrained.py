@@ -118,6 +118,17 @@ def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(t
         assert torch.equal(model.h[1].attn.causal_mask, torch.ones(16, 16).tril().bool())
 
 
+def test_the_scripts_draw_no_random_numbers_for_what_they_load(tmp_path):
+    model, idx = random_model(True), torch.randint(28, (3, 16))
+    model.save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    loaded = load_model(GPT, tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(loaded(idx)[0], model(idx)[0])
+    torch.nn.init.normal_(loaded.wte.weight)  # afterwards they are drawn again
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 # ---------------------------------------------------------------------------- names
 
 
