@@ -1,4 +1,4 @@
-"""For llama.cpp, Ollama, LM Studio: python docs/to_gguf.py out/mine/checkpoint-640 mine.gguf"""
+"""For llama.cpp, Ollama, LM Studio: python docs/to_gguf.py out/mine/checkpoint-500 mine.gguf"""
 
 import json
 import sys

@@ -45,7 +45,6 @@ class FusedLoss(torch.autograd.Function):
         return grad_x.mul_(gradient), grad_weight.mul_(gradient * ctx.divisor), None, None, None
 
 
-@torch.compiler.disable  # it differentiates inside, which a graph cannot hold
 def fused_loss(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, token_losses: Callable
 ) -> torch.Tensor:
@@ -63,4 +62,5 @@ def fused_loss(
 def use_fused_loss(model: torch.nn.Module):
     """Let a model whose output layer is a matrix alone have its loss from fused_loss."""
     if type(model.lm_head) is torch.nn.Linear and model.lm_head.bias is None:
-        model.fused_loss = fused_loss
+        # It differentiates inside, which a graph cannot hold.
+        model.fused_loss = torch.compiler.disable(fused_loss)

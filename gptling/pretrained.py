@@ -59,21 +59,35 @@ def load_model(model_class: type, path: str | Path, **changes) -> torch.nn.Modul
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from None
     try:
-        with SkipInit():
-            return model_class.from_pretrained(path, tensors, **changes)
+        with SkipInit() as skipped:
+            model = model_class.from_pretrained(path, tensors, **changes)
+        if skipped.missing:  # a changed model.py may have more than what is stored
+            model = model_class.from_pretrained(path, tensors, **changes)
+        return model
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: no model in config.json, weights, tokenizer: {error}") from None
 
 
 class SkipInit(TorchFunctionMode):
-    """Leave out the random numbers of parameters that are loaded next: two seconds for 124 M. On
-    the device "meta" they, and the triangles of masks, import PyTorch's compiler: one more."""
+    """Leave out random numbers for parameters that are loaded next, two seconds for 124 M. On the
+    device "meta" they and a mask's triangle would import PyTorch's compiler, which takes another.
+
+    missing: {id: tensor} of what was left out and not copied into since, so holds no values."""
+
+    def __init__(self):
+        super().__init__()
+        self.missing = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"]
-        if func is torch.Tensor.tril and args[0].is_meta:
+            tensor = kwargs["tensor"]
+            if not tensor.is_meta:
+                self.missing[id(tensor)] = tensor
+            return tensor
+        if func is torch.Tensor.copy_:
+            self.missing.pop(id(args[0]), None)
+        if func in (torch.Tensor.tril, torch.Tensor.triu) and args[0].is_meta:
             return args[0]
         return func(*args, **kwargs)
 

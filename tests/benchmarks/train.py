@@ -69,7 +69,7 @@ def worker(case: dict):
     from torch.utils.checkpoint import checkpoint
 
     from gptling.devices import keep_freed_memory, use_float32_attention
-    from gptling.loss import fused_loss
+    from gptling.loss import use_fused_loss
     from model import GPT, GPTConfig
     from train import TrainConfig, configure_optimizers
 
@@ -88,7 +88,7 @@ def worker(case: dict):
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
         model = GPT(config).to(device).train()
-        model.fused_loss = fused_loss
+        use_fused_loss(model)
         if device == "cpu":
             use_float32_attention(model)
         for block in model.h if case.get("recompute") else ():
