@@ -44,7 +44,7 @@ def optional_package(name: str, install: str) -> ModuleType:
 
 def run(main: Callable[[], int | None]):
     """Run a script's main; a user's mistake becomes one line on standard error and exit code 1."""
-    gc.freeze()  # PyTorch and all else imported by now is no garbage: a third of a second in all
+    gc.freeze()  # what is imported by now, PyTorch above all, is no garbage to be looked for
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
     errors = {sys.stdin: "surrogateescape", sys.stdout: "replace", sys.stderr: "replace"}
     for stream, handling in errors.items():

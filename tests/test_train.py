@@ -470,13 +470,11 @@ def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     """While another process trains in the folder, too."""
     run, before = trained / "out" / "mine", files_below(trained)
     with filelock.FileLock(run / ".lock"):
-        output = output_of(
-            "train.py", "--eval_only", "--init_from=out/mine", "--dataset=mine", cwd=trained
-        )
+        flags = ["--eval_only", "--init_from=out/mine", "--dataset=mine"]
+        output = output_of("train.py", *flags, "--batch_size=4", cwd=trained)  # as TINY has it
     best = min((e for e in read_log(run) if "val_loss" in e), key=lambda e: e["val_loss"])
     assert f"{best['val_loss']:.4f} nats per token" in output
-    perplexity = float(re.search(r"perplexity ([\d.]+),", output)[1])
-    assert perplexity == pytest.approx(math.exp(best["val_loss"]), rel=2e-5)  # of other batches
+    assert f"perplexity {math.exp(best['val_loss']):.4f}" in output
     assert f"{best['bits_per_byte']:.4f} bits per byte" in output
     assert f"checkpoint-{best['step']}, over" in output
     after = files_below(trained)
