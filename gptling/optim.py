@@ -45,18 +45,17 @@ class Muon(torch.optim.Muon):
 def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
     """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration."""
     a, b, c = options["ns_coefficients"]
+    steps = options["ns_steps"]
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # the smaller product of the two
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=options["eps"])  # singular values <= 1
-    if x.dtype == torch.bfloat16 or x.size(1) == x.size(2):
-        for _ in range(options["ns_steps"]):
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    else:
-        # The same with small squares: each step multiplies x by a polynomial of its Gram matrix,
-        # which has the squares of x's singular values: more digits than bfloat16 has.
+    # A step multiplies x by a polynomial of its Gram matrix. That is smaller than a long x, so that
+    # several steps are taken in it; not all in bfloat16: it has the squares of x's singular values.
+    square = x.size(1) == x.size(2)
+    at_once = 1 if square else 3 if x.dtype == torch.bfloat16 else steps
+    for first in range(0, steps, at_once):
         gram, factor, product = x @ x.mT, None, None
-        for step in range(options["ns_steps"]):
+        for step in range(min(at_once, steps - first)):
             gram = factor @ gram @ factor if step else gram
             factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             factor.diagonal(dim1=1, dim2=2).add_(a)

@@ -186,6 +186,19 @@ def test_muon_in_float32_makes_singular_values_equal_within_its_bounds():
     assert 0.65 < values.min() and values.max() < 1.2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("columns", [64, 256])
+def test_muon_keeps_its_bounds_where_a_gradient_has_few_directions(columns, dtype):
+    """All five steps in one Gram matrix of bfloat16 would end at 8 and more."""
+    torch.manual_seed(0)
+    gradient = torch.randn(64, 12) @ torch.randn(12, columns) + 5e-3 * torch.randn(64, columns)
+    matrix = torch.nn.Parameter(torch.zeros(64, columns))
+    matrix.grad = gradient
+    Muon([matrix], dtype, lr=1.0, weight_decay=0.0).step()
+    values = torch.linalg.svdvals(-matrix.detach())
+    assert 0.6 < values[11] and values[0] < 1.25
+
+
 def test_muon_takes_the_matrices_inside_the_blocks():
     model = GPT(GPTConfig(8, 11, 2, 2, 4))
     adamw, muon = configure_optimizers(model, TrainConfig(optimizer="muon"))
