@@ -207,11 +207,11 @@ def main():
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
-    use_fused_loss(model)  # which never holds all logits in float32
+    compile = device == "cuda" if config.compile == "auto" else config.compile
+    use_fused_loss(model, compile)  # which never holds all logits in float32
     if device == "cpu":
         keep_freed_memory()
         use_float32_attention(model)
-    compile = device == "cuda" if config.compile == "auto" else config.compile
     if config.recompute:
         recompute_activations(model, compile_blocks=compile and config.fsdp)
     parallel = processes.wrap(model, config.fsdp, autocast)  # gradients are those of all processes

@@ -149,7 +149,7 @@ def test_a_compiled_model_has_the_same_loss_and_gradients(dtype, fused, monkeypa
     monkeypatch.setitem(loss_module.CHUNK, "cpu", 97 * 10)
     model = make_model(n_layer=1).train()
     if fused:
-        use_fused_loss(model)
+        use_fused_loss(model, compile=True)
     idx, targets = torch.randint(97, (2, 4, 16))
     results = []
     for forward in (model, torch.compile(model, backend="aot_eager")):

@@ -88,7 +88,7 @@ def worker(case: dict):
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
         model = GPT(config).to(device).train()
-        use_fused_loss(model)
+        use_fused_loss(model, compile=device == "cuda")
         if device == "cpu":
             use_float32_attention(model)
         for block in model.h if case.get("recompute") else ():
