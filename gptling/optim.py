@@ -1,6 +1,7 @@
 """Muon, the state of any optimizer in and out of checkpoints, and losses that are no numbers.
 
 Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
+Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/
 """
 
 import math
@@ -43,16 +44,17 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
-    """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration."""
+    """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration: several
+    steps of a long x in its Gram matrix (Zhang et al. 2026)."""
     a, b, c = options["ns_coefficients"]
     steps = options["ns_steps"]
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # the smaller product of the two
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=options["eps"])  # singular values <= 1
-    # A step multiplies x by a polynomial of its Gram matrix. That is smaller than a long x, so that
-    # several steps are taken in it; not all in bfloat16: it has the squares of x's singular values.
-    square = x.size(1) == x.size(2)
-    at_once = 1 if square else 3 if x.dtype == torch.bfloat16 else steps
+    # A step multiplies x by a polynomial of its Gram matrix, which is smaller than a long x. Its
+    # rounding grows by a^2 = 12 a step: after three of bfloat16, or TF32, it is made anew.
+    square, exact = x.size(1) == x.size(2), x.dtype == torch.float32 and x.device.type == "cpu"
+    at_once = 1 if square else 5 if exact else 3
     for first in range(0, steps, at_once):
         gram, factor, product = x @ x.mT, None, None
         for step in range(min(at_once, steps - first)):
