@@ -37,6 +37,7 @@ TEXT = "".join(f"{n} green bottles, a café in 中国 🙂\n" for n in range(300
 PROMPT = "12 green"
 N = 24  # greedy tokens
 DOCS = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+CHECKPOINT = "out/mine/checkpoint-500"  # as it is called there
 
 
 def needs(*packages):
@@ -91,18 +92,19 @@ def learn(encoding, path, multiple=1):
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory):
-    """A directory with out/mine/checkpoint-500: of characters without end-of-text, with a padded
-    vocabulary and without biases."""
+    """A directory with CHECKPOINT: of characters without end-of-text, with a padded vocabulary and
+    without biases."""
     directory = tmp_path_factory.mktemp("place")
     encoding = build_tokenizer("char", set(TEXT), end_of_text=False)
-    learn(encoding, directory / "out" / "mine" / "checkpoint-500", multiple=128)
+    learn(encoding, directory / CHECKPOINT, multiple=128)
     return directory
 
 
 @pytest.fixture(scope="session", params=["mine", "byte", "bpe", "gpt2"])
 def checkpoint(request, place):
     """One checkpoint after another: that of `place`, and others with end-of-text and biases."""
-    name, path = request.param, place / "out" / request.param / "checkpoint-500"
+    name = request.param
+    path = place / CHECKPOINT.replace("mine", name)
     if name == "gpt2":
         learn(request.getfixturevalue("gpt2_encoding"), path)
     elif name != "mine":
@@ -133,7 +135,7 @@ def greedy(path):
 
 @pytest.mark.slow
 def test_transformers_goes_on_as_we_do(place):
-    goes_on_in_transformers(place / "out" / "mine" / "checkpoint-500")
+    goes_on_in_transformers(place / CHECKPOINT)
 
 
 @pytest.mark.slow
@@ -190,7 +192,7 @@ def test_lm_evaluation_harness_measures_our_bits_per_byte(place):
     assert process.returncode == 0, process.stderr.decode()
     (file,) = (place / "results").rglob("results_*.json")
     theirs = json.loads(file.read_text())["results"]["mine"]["bits_per_byte,none"]
-    path = place / "out" / "mine" / "checkpoint-500"
+    path = place / CHECKPOINT
     model, encoding = GPT.from_pretrained(path), load_tokenizer(path)
     nats = 0.0
     for text in texts:
@@ -207,7 +209,7 @@ def test_onnx_gives_our_logits_for_any_batch_and_length(place):
 
     run_block(block("python", "torch.onnx"), place)
     session = onnxruntime.InferenceSession(place / "mine.onnx", providers=["CPUExecutionProvider"])
-    path = place / "out" / "mine" / "checkpoint-500"
+    path = place / CHECKPOINT
     model = GPT.from_pretrained(path)
     for B, T in ((1, 1), (1, 48), (3, 17)):
         idx = torch.randint(30, (B, T))

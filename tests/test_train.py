@@ -189,7 +189,7 @@ def test_muon_in_float32_makes_singular_values_equal_within_its_bounds():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64)])
 def test_muon_keeps_its_bounds_where_a_gradient_has_few_directions(shape, dtype):
-    """With all five steps of a long matrix in one Gram matrix of bfloat16, 8 and more."""
+    """With all five steps in one Gram matrix of bfloat16 the largest is 13 or more."""
     torch.manual_seed(0)
     rows, columns = shape
     matrix = torch.nn.Parameter(torch.zeros(shape))
