@@ -1,4 +1,4 @@
-"""The whole GPT: attention, blocks, sampling, checkpoints. It works when copied away alone.
+"""The whole GPT: attention, blocks, sampling. It works when copied away alone.
 
     from model import GPT, GPTConfig
     model = GPT(GPTConfig(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128))
@@ -6,7 +6,7 @@
     for token in model.generate(idx, max_new_tokens=100, top_k=40): ...
 
 Shapes: B batch, T queries (the tokens given), S keys (with those in the cache: S >= T),
-C width (n_embd), nh heads, hs size of a head (C / nh), V vocabulary.
+C width (n_embd), nh heads, hs size of a head (C / nh), V vocabulary, N = B T rows of logits.
 
 References:
 - Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/1706.03762
@@ -16,22 +16,13 @@ References:
 - Press and Wolf 2017, tied embeddings, https://arxiv.org/abs/1608.05859
 """
 
-import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-
-# "gpt2" in config.json makes other programs open a checkpoint as a GPT-2. Other modules, parameters
-# and fields of GPTConfig are noticed; give another name here for a change that none of them shows,
-# such as another activation or mask.
-ARCHITECTURE = "gpt2"
-END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass
@@ -47,10 +38,10 @@ class GPTConfig:
     bias: bool = True  # in linear layers and LayerNorms; GPT-2 has them
 
     def __post_init__(self):
-        for field in fields(GPTConfig):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ValueError(f"{field.name}={value!r:.50}: must be at least 1, a whole number")
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r:.50}: must be at least 1, a whole number")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
@@ -100,12 +91,13 @@ class MultiHeadAttention(nn.Module):
         self.block_size, self.n_head = block_size, n_head
         self.causal, self.dropout = causal, dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
+        self.c_attn.weight.matrices = [d_out, d_out, d_out]  # rows that Muon takes as one each
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
         full = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         mask = full.tril() if causal else full
         self.register_buffer("causal_mask", mask, persistent=False)
         # The kernel makes these two itself, and faster; a mask of another form is passed to it.
-        self.plain_mask = mask.is_meta or torch.equal(mask, full.tril() if causal else full)
+        self.plain_mask = torch.equal(mask, full.tril() if causal else full)
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
         """x (B, T, d_in) to (B, T, d_out).
@@ -120,25 +112,24 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs), then twice (B, nh, S, hs)
         if cache is not None:
             k, v = cache.append(k, v, self.block_size)
+        options, has_key = self.may_attend(q, k, past, padding_mask)
         dropout_p = self.dropout if self.training else 0.0
-        if self.plain_mask and padding_mask is None and (past == 0 or q.size(2) == 1):
-            # The kernel's own triangle, in the place of an equal causal_mask, has query 0 at key 0;
-            # one query after a past sees all keys.
-            is_causal = self.causal if past == 0 else False
-            y = self.attend(q, k, v, is_causal=is_causal, dropout_p=dropout_p)
-        else:
-            mask, has_key = self.may_attend(q, k, past, padding_mask)
-            y = self.attend(q, k, v, attn_mask=mask, dropout_p=dropout_p) * has_key
-        y = y.transpose(1, 2).flatten(2)  # (B, nh, T, hs) to (B, T, d_out): heads side by side
+        y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)
+        y = y if has_key is None else y * has_key
+        y = y.transpose(1, 2).flatten(2)  # (B, T, d_out): heads side by side
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
     def attention_weights(self, x, context=None, *, padding_mask=None):
         """softmax(Q K^T / sqrt(hs)) written out, before dropout: (B, nh, T, S). Rows sum to 1, or
         to 0 for a query without any key. Arguments as for forward."""
         q, k, _ = self.project(x, context)
-        mask, has_key = self.may_attend(q, k, 0, padding_mask)
+        options, has_key = self.may_attend(q, k, 0, padding_mask)
+        mask = options.get("attn_mask", self.causal_mask[: q.size(2), : k.size(2)])
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, S)
-        return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1) * has_key
+        is_bool = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, -math.inf) if is_bool else scores + mask
+        weights = scores.softmax(dim=-1)
+        return weights if has_key is None else weights * has_key
 
     def project(self, x, context=None, past=0):
         """q (B, nh, T, hs), k and v (B, nh, S, hs); `past`: the position of the first query."""
@@ -150,19 +141,39 @@ class MultiHeadAttention(nn.Module):
         # Split the width into heads first, then swap: a bare view would mix positions and heads.
         return [t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v)]
 
-    def may_attend(self, q, k, past, padding_mask):
-        """Which keys each query may attend to, and whether it has one: (B or 1, 1, T, S or 1).
+    def may_attend(self, q, k, past, padding_mask=None):
+        """Which keys each query attends to: up to its own position, and none that is padding.
+        Returns what the kernel is told, and has_key (B or 1, 1, T, 1) or None if all have one.
 
-        Those up to its own position that are no padding. A query without any key is let loose on
-        all of them, so that softmax and gradient stay finite; the caller multiplies by has_key."""
+        | case                     | past | T      | the kernel is told                          |
+        |--------------------------|------|--------|---------------------------------------------|
+        | prefill, training        | 0    | S      | is_causal: its own triangle                 |
+        | one token                | any  | 1      | nothing: it sees all keys                   |
+        | several after a past     | > 0  | > 1    | attn_mask: their rows of causal_mask        |
+        | padding, or a score_bias | any  | any    | attn_mask: those rows and padding, or bias  |
+        """
         T, S = q.size(2), k.size(2)
+        bias = self.score_bias(past, T, S)
+        if self.plain_mask and padding_mask is None and bias is None and (past == 0 or T == 1):
+            # That triangle has query 0 at key 0, which is right without a past alone.
+            return {"is_causal": self.causal if past == 0 else False}, None
         mask = self.causal_mask[None, None, past : past + T, :S]
         if padding_mask is not None:
             if padding_mask.dtype != torch.bool:
                 raise TypeError(f"padding_mask is {padding_mask.dtype}: bool, True = may attend")
             mask = mask & padding_mask[:, None, None, :]  # a new tensor: the buffer stays as it is
+        # A query without any key attends to all keys, so that softmax and gradient stay finite;
+        # what it gets is then multiplied by has_key.
         has_key = mask.any(dim=-1, keepdim=True)
-        return mask | ~has_key, has_key
+        mask = mask | ~has_key
+        if bias is not None:
+            mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)  # (B or 1, nh, T, S)
+        return {"attn_mask": mask}, has_key
+
+    def score_bias(self, past, T, S):
+        """What is added to the scores of T queries, the first at position `past`, with S keys:
+        (nh, T, S), or None. The place for ALiBi and other relative positions."""
+        return None
 
 
 class MLP(nn.Module):
@@ -196,14 +207,6 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
 
 
-def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 where a target is -100.
-
-    In float32 under autocast too: a sum over V exponentials needs the digits."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
-
-
 def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
     """Logits (B, V) to the probabilities (B, V) that the next token is drawn from.
 
@@ -216,7 +219,7 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
         raise ValueError(f"{given}: at least 0, at least 0, above 0 to 1, and from 0 to 1, please")
     if temperature == 0:
         best = F.one_hot(logits.argmax(dim=-1), logits.size(-1))
-        return best + 0 * logits.amax(dim=-1, keepdim=True)  # NaN where they are not numbers
+        return best + 0 * logits.amax(dim=-1, keepdim=True)  # NaN stays NaN
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)  # at most 0
     if 0 < top_k < logits.size(-1):
         logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
@@ -229,63 +232,51 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
     return logits.softmax(dim=-1)
 
 
-def draw(probs: torch.Tensor, generator=None) -> torch.Tensor:
-    """One token id a row, (B,) int64, of probabilities (B, V), by inverting their sums.
+def sample_token(probs: torch.Tensor, generator=None) -> torch.Tensor:
+    """One token id a row, (B,) int64, of probabilities (B, V), by inverting their cumulative sums.
 
     generator: one for all rows, or a list with one a row. torch.multinomial would draw a random
     number for every token of the vocabulary. Raises ValueError for probabilities that are NaN."""
     device = probs.device
     probs = probs.cpu() if device.type == "mps" else probs  # which has no float64
-    sums = probs.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     if isinstance(generator, Sequence):
         u = torch.cat([torch.rand(1, 1, generator=g, device=device) for g in generator])
     else:
         u = torch.rand(len(probs), 1, generator=generator, device=device)  # (B, 1), below 1
-    # The first sum above u times the last: never that of a token with probability 0.
-    token = torch.searchsorted(sums, u.to(sums.device) * sums[:, -1:], right=True)[:, 0]
+    # The first above u times the last: never that of a token with probability 0.
+    token = torch.searchsorted(cdf, u.to(cdf.device) * cdf[:, -1:], right=True)[:, 0]
     if int(token.max()) == probs.size(-1):
-        raise ValueError("the model's logits are not numbers")
+        raise ValueError("the logits contain NaN or infinity")
     return token.to(device)
 
 
-# GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
-CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# GPTConfig's fields as GPT-2's config.json calls them; then what it may vary elsewhere, not here.
-HF_NAMES = {"block_size": "n_positions", "dropout": "resid_pdrop"}
-HF_NAMES |= {name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")}
-GPT2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
-GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
-GPT2 |= {"add_cross_attention": False, "tie_word_embeddings": True}
+def slide_window(idx, padding_mask, block_size):
+    """What a batch that has outgrown the window goes on from: a row with more than block_size
+    tokens from its newest block_size / 2, so that the cache is not built anew at every token;
+    shorter rows, which have padding before them, from all of theirs. With a window of 4:
 
-
-def stored_as(model: nn.Module) -> tuple[str, dict[str, torch.Tensor]]:
-    """A checkpoint's model_type, "gptling" where ARCHITECTURE says gpt2 but modules, tensors or
-    fields are others; and its tensors: all of state_dict but a tied output layer."""
-    config, C, tensors = model.config, model.config.n_embd, model.state_dict()
-    if model.lm_head.weight is model.wte.weight:
-        del tensors["lm_head.weight"]
-    block = {"ln_1": (C,), "attn.c_attn": (3 * C, C), "attn.c_proj": (C, C)}
-    block |= {"ln_2": (C,), "mlp.c_fc": (4 * C, C), "mlp.c_proj": (C, 4 * C)}
-    layers = {f"h.{i}.{n}": block[n] for i in range(config.n_layer) for n in block} | {"ln_f": (C,)}
-    gpt2 = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.block_size, C)}
-    gpt2 |= {f"{name}.weight": shape for name, shape in layers.items()}
-    gpt2 |= {f"{name}.bias": shape[:1] for name, shape in layers.items() if config.bias}
-    modules = {GPT, Block, MultiHeadAttention, MLP, nn.Embedding, nn.LayerNorm, nn.Linear}
-    modules |= {nn.ModuleList, nn.Dropout}
-    same = gpt2 == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    same = same and {type(module) for module in model.modules()} <= modules
-    same = same and {field.name for field in fields(config)} == HF_NAMES.keys()
-    return ARCHITECTURE if same or ARCHITECTURE != "gpt2" else "gptling", tensors
+        . . a b c         a b c
+        d e f g h    to   . g h
+    """
+    start = idx.size(1) - max(1, block_size // 2)
+    if padding_mask is not None:
+        full = padding_mask.sum(dim=1) > block_size
+        padding_mask[full, :start] = False
+        start = int(padding_mask.any(dim=0).int().argmax())  # the first column with a token
+        padding_mask = padding_mask[:, start:]
+    return idx[:, start:], padding_mask
 
 
 class GPT(nn.Module):
     """GPT-2's architecture; parameters carry the names of the published checkpoints.
 
-    The rest of the project knows a model by these names only: config, h (its blocks), lm_head,
-    forward, next_logits, generate, drawable and restrict_to_tokens, from_pretrained,
-    save_pretrained; and two seams for speed, where None stands for the plain code here."""
+    The rest of the project knows a model by these names only: config_class, config, h (its blocks),
+    forward, logits, losses, next_logits, generate, valid_tokens, restrict_to_tokens, untouched; and
+    two seams for speed, where None stands for the plain code here."""
 
-    fused_loss = None  # (x (N, C), weight (V, C), targets (N,), token_losses) to the sum of losses
+    config_class = GPTConfig
+    loss_in_pieces = None  # (logits, losses, x (B, T, C), targets (B, T)) to the sum of losses
     cache_dtype = None  # of keys and values
 
     def __init__(self, config: GPTConfig):
@@ -298,27 +289,38 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight  # tied, and so without memory of its own
         # Which ids may be drawn: not those that only pad the vocabulary (see restrict_to_tokens).
-        drawable = torch.ones(config.vocab_size, dtype=torch.bool)
-        self.register_buffer("drawable", drawable, persistent=False)
-        self.init_weights()
+        valid_tokens = torch.ones(config.vocab_size, dtype=torch.bool)
+        self.register_buffer("valid_tokens", valid_tokens, persistent=False)
+        self.untouched = self.init_weights()
 
-    def init_weights(self):
+    def init_weights(self) -> list[str]:
         """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
         1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3).
-        GPT-2's 0.02 is for a width of 768; at others linear layers keep its gain: 1 / sqrt(C)."""
+        GPT-2's 0.02 is for a width of 768; at others linear layers keep its gain: 1 / sqrt(C).
+        Returns the names of parameters that are none of these, and stay as they were made."""
         C, V, n_layer = self.config.n_embd, self.config.vocab_size, self.config.n_layer
         linear_std = 0.02 * math.sqrt(768 / C)
         # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
-        embedding_std = min(0.02, math.sqrt(0.03 * math.log(V) / C))
+        token_std = min(0.02, math.sqrt(0.03 * math.log(V) / C))  # of embeddings, output layers
+        in_blocks = set(self.h.modules())
         residual = {module for b in self.h for module in (b.attn.c_proj, b.mlp.c_proj)}
+        touched = set()
         for module in self.modules():
             if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, mean=0.0, std=embedding_std)
-            elif isinstance(module, nn.Linear) and module is not self.lm_head:
-                std = linear_std / math.sqrt(2 * n_layer if module in residual else 1)
-                nn.init.normal_(module.weight, mean=0.0, std=std)
+                nn.init.normal_(module.weight, mean=0.0, std=token_std)
+            elif isinstance(module, nn.Linear):
+                std = linear_std if module in in_blocks else token_std
+                std = std / math.sqrt(2 * n_layer) if module in residual else std
+                if module.weight not in touched:  # else it is tied to an embedding
+                    nn.init.normal_(module.weight, mean=0.0, std=std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()  # 1, biases 0
+            else:
+                continue
+            touched.update(module.parameters(recurse=False))
+        return [name for name, parameter in self.named_parameters() if parameter not in touched]
 
     def hidden(self, idx, padding_mask=None, cache=None):
         """The final LayerNorm's output (B, T, C); arguments as for forward."""
@@ -335,27 +337,40 @@ class GPT(nn.Module):
             x = block(x, padding_mask, cache[i] if cache else None)
         return self.ln_f(x)
 
+    def logits(self, x):
+        """Hidden states (..., C) to logits (..., V): whatever changes logits stands here."""
+        return self.lm_head(x)
+
+    def losses(self, logits, targets):
+        """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 where a target is -100.
+        Row by row, for it may be given some rows at a time; `if self.training:` is for what a
+        validation loss has not. In float32: a sum over V exponentials needs the digits."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+
     def forward(self, idx, targets=None, *, padding_mask=None, cache=None):
         """Logits (B, T, V) and, with targets, the mean cross-entropy in nats per token.
 
         idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S.
-        With targets and a fused_loss the logits are None: never held all at once, or in float32.
+        With targets and a loss_in_pieces the logits are None: never held in float32 all at once.
+        A third value, of a changed model with targets, is {name: scalar}: train.py adds each to the
+        loss that it minimises, and logs it by its name; one that is detached is only logged.
         Raises ValueError for more than block_size tokens, IndexError for an id of idx outside V."""
         x = self.hidden(idx, padding_mask, cache)  # (B, T, C)
         if targets is None:
-            return self.lm_head(x), None
-        targets, n_targets = targets.flatten(), (targets != -100).sum()
-        if self.fused_loss is not None:
-            losses = self.fused_loss(x.flatten(0, 1), self.lm_head.weight, targets, token_losses)
-            return None, losses / n_targets
-        logits = self.lm_head(x)
-        return logits, token_losses(logits.flatten(0, 1), targets).sum() / n_targets
+            return self.logits(x), None
+        n_targets = (targets != -100).sum()
+        if self.loss_in_pieces is not None:
+            return None, self.loss_in_pieces(self.logits, self.losses, x, targets) / n_targets
+        logits = self.logits(x)
+        losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)
+        return logits, losses.sum() / n_targets
 
     def next_logits(self, idx, padding_mask=None, cache=None):
         """Logits (B, V) in float32 for the token after each row: the next step of decoding, which
         computes only the tokens in idx and takes those before from the cache."""
-        return self.lm_head(self.hidden(idx, padding_mask, cache)[:, -1]).float()
+        return self.logits(self.hidden(idx, padding_mask, cache)[:, -1]).float()
 
     @torch.no_grad()
     def generate(
@@ -370,111 +385,26 @@ class GPT(nn.Module):
         A row that has outgrown the window goes on from its newest block_size / 2 tokens."""
         if idx.size(1) == 0:
             raise ValueError("idx has no tokens: start from end-of-text or a newline")
-        block_size, padding = self.config.block_size, ~self.drawable  # ids without a token
+        block_size = self.config.block_size
         idx = idx[:, -block_size:]
         mask = None if padding_mask is None else padding_mask[:, -block_size:]  # (B, T)
-        new, cache = idx, [KVCache(self.cache_dtype) for _ in self.h]
+        new, cache = idx, self.new_cache()
         for _ in range(max_new_tokens):
-            logits = self.next_logits(new, mask, cache).masked_fill(padding, -math.inf)
-            token = draw(next_token_probs(logits, temperature, top_k, top_p, min_p), generator)
+            logits = self.next_logits(new, mask, cache).masked_fill(~self.valid_tokens, -math.inf)
+            probs = next_token_probs(logits, temperature, top_k, top_p, min_p)
+            token = sample_token(probs, generator)
             yield token
             new = token[:, None]
             idx = torch.cat([idx, new], dim=1)
             mask = None if mask is None else F.pad(mask, (0, 1), value=True)
             if idx.size(1) > block_size:
-                # The cache is built anew: once in block_size / 2 tokens, not at every one.
-                start = idx.size(1) - max(1, block_size // 2)
-                if mask is not None:
-                    mask[mask.sum(dim=1) > block_size, :start] = False
-                    start = int(mask.any(dim=0).int().argmax())  # the first column with a token
-                    mask = mask[:, start:]
-                new = idx = idx[:, start:]
-                cache = [KVCache(self.cache_dtype) for _ in self.h]
+                idx, mask = slide_window(idx, mask, block_size)
+                new, cache = idx, self.new_cache()
 
-    def restrict_to_tokens(self, tokenizer_json: str):
-        """Let generate draw only the ids that a tokenizer has, given its tokenizer.json as text."""
-        tokenizer = json.loads(tokenizer_json)
-        ids = [*tokenizer["model"]["vocab"].values()]
-        ids += [token["id"] for token in tokenizer["added_tokens"]]
-        self.drawable.fill_(False)
-        self.drawable[[i for i in ids if i < self.config.vocab_size]] = True
+    def new_cache(self) -> list[KVCache]:
+        return [KVCache(self.cache_dtype) for _ in self.h]
 
-    @classmethod
-    def from_pretrained(cls, directory: str | Path, tensors=None, **changes) -> "GPT":
-        """The model, in eval mode and float32, of a directory with config.json, model.safetensors
-        and perhaps tokenizer.json, as save_pretrained or Hugging Face's GPT2LMHeadModel write them.
-        tensors: {name: tensor} in the place of model.safetensors. changes: fields of GPTConfig to
-        change, such as dropout=0.1 for training on.
-
-        Raises OSError, or ValueError for another architecture, and for a tensor that is missing,
-        left over or of another shape. The masks that Hugging Face stores, a tied lm_head.weight and
-        biases of zeros may be left over."""
-        directory = Path(directory)
-        stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(directory / "model.safetensors") if tensors is None else tensors
-        names = {field.name: HF_NAMES.get(field.name, field.name) for field in fields(GPTConfig)}
-        sizes = {ours: stored[theirs] for ours, theirs in names.items() if theirs in stored}
-        config = GPTConfig(**sizes | changes)
-        if config.n_layer > len(tensors):
-            raise ValueError(f"n_layer={config.n_layer}: the weights have fewer layers")
-        try:
-            with torch.device("meta"):  # to compare names and shapes before memory is taken
-                expected = cls(config)
-            kind, parameters = stored_as(expected)
-            for key, value in (GPT2 if kind == "gpt2" else {"model_type": kind}).items():
-                if stored.get(key, value) != value:
-                    raise ValueError(f"{key} is {stored[key]!r:.50}, that of model.py {value!r}")
-            if unknown := sorted(set(stored.get("fields", ())) - names.keys()):
-                raise ValueError(f"it has {', '.join(unknown)}, which GPTConfig has not")
-            weights = {}
-            for name, tensor in tensors.items():
-                name = name.removeprefix("transformer.")
-                mask = name.endswith((".attn.bias", ".attn.masked_bias"))
-                zeros = name.endswith(".bias") and not tensor.any()
-                if name in parameters or not (mask or zeros):
-                    weights[name] = tensor.T if name.endswith(CONV1D) else tensor
-            if "lm_head.weight" not in parameters and "wte.weight" in weights:
-                weights["lm_head.weight"] = weights["wte.weight"]  # tied
-            expected.load_state_dict(weights, assign=True)
-            model = cls(config)
-            model.load_state_dict(weights)
-        except RuntimeError as error:  # of load_state_dict, with all names; sizes beyond 2^63
-            raise ValueError(" ".join(str(error).split())) from None
-        if (directory / "tokenizer.json").is_file():
-            text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-            model.restrict_to_tokens(text)
-        return model.eval()
-
-    def save_pretrained(self, directory: str | Path, tokenizer_json: str | None = None):
-        """Write config.json and model.safetensors as Hugging Face's GPT2LMHeadModel has them, and
-        tokenizer.json with tokenizer_config.json where the tokenizer's JSON text is given.
-        Of another architecture: what it has, under another model_type."""
-        directory, tensors = Path(directory), {}
-        directory.mkdir(parents=True, exist_ok=True)
-        kind, stored = stored_as(self)
-        for name, tensor in stored.items():
-            tensor = tensor.cpu()
-            if kind == "gpt2" and not self.config.bias and not name.startswith(("wte", "wpe")):
-                zeros = tensor.new_zeros(len(tensor))  # GPT-2 has biases: of zeros
-                tensors[f"transformer.{name.removesuffix('weight')}bias"] = zeros
-            tensor = tensor.T.contiguous() if name.endswith(CONV1D) else tensor
-            tensors[f"transformer.{name}"] = tensor
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-        special = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
-        end_of_text = {token["content"]: token["id"] for token in special}.get(END_OF_TEXT)
-        config = {"model_type": kind, "architectures": ["GPT"], "fields": list(asdict(self.config))}
-        if kind == "gpt2":
-            config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
-        config |= {HF_NAMES.get(name, name): value for name, value in asdict(self.config).items()}
-        config |= {"embd_pdrop": self.config.dropout, "attn_pdrop": self.config.dropout}
-        config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        (directory / "config.json").write_text(json.dumps(config, indent=2))
-        if tokenizer_json is not None:
-            # Not GPT2Tokenizer, which would put GPT-2's split pattern in the place of ours.
-            names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
-            tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            tokenizer_config |= {"model_max_length": self.config.block_size}
-            tokenizer_config |= dict.fromkeys(names, END_OF_TEXT)
-            (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
-            (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    def restrict_to_tokens(self, ids: Iterable[int]):
+        """Let generate draw only these ids, those that a tokenizer has."""
+        self.valid_tokens.fill_(False)
+        self.valid_tokens[[i for i in ids if i < self.config.vocab_size]] = True

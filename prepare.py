@@ -23,9 +23,9 @@ import numpy as np
 import tyro
 
 from gptling.cli import UserError, load, run
-from gptling.corpus import find_sources, read, signature
+from gptling.corpus import find_sources, read, source_id
 from gptling.files import lock_directory, replace, writing
-from gptling.shards import Place, TokenShards, encode_on_all_cores, split_documents
+from gptling.shards import CorpusPosition, TokenShards, encode_on_all_cores, split_documents
 from gptling.tokenizers import (
     END_OF_TEXT,
     build_tokenizer,
@@ -86,36 +86,36 @@ def prepare(config: PrepareConfig) -> Path:
 
         # ------------------------------------------------ documents, and how far they were read
         sources = find_sources(config.sources, downloads=directory)
-        wanted = [config.tokenizer, config.vocab_size, *map(signature, sources)]
+        wanted = [config.tokenizer, config.vocab_size, *map(source_id, sources)]
         progress = json.loads(progress_file.read_text()) if progress_file.exists() else {}
         if progress.get("wanted") != wanted or not output.exists():
             progress = {}
             progress_file.unlink(missing_ok=True)
             shutil.rmtree(output, ignore_errors=True)
-        place = Place(**progress.get("place", {}))
+        place = CorpusPosition(**progress.get("place", {}))
         first_sizes = [size for _, (size, _) in itertools.islice(read(sources), 10)]
 
         # ------------------------------------------------ tokenizer
         if progress:
             print(f"going on behind {place.count['characters']:,} characters")
-            encoding = load_tokenizer(output)
+            tokenizer = load_tokenizer(output)
         else:
             documents = read(sources, "tokenizer")
             texts = (piece for _, (_, pieces) in documents for piece in pieces)
-            encoding = build_tokenizer(
+            tokenizer = build_tokenizer(
                 config.tokenizer, texts, config.vocab_size, end_of_text=len(first_sizes) > 1
             )
             with writing(output):
                 output.mkdir()
-                replace(output / "tokenizer.json", tokenizer_to_json(encoding).encode())
+                replace(output / "tokenizer.json", tokenizer_to_json(tokenizer).encode())
 
         # ------------------------------------------------ encode and write
-        has_end = END_OF_TEXT in encoding.special_tokens_set
-        separator = np.array([encoding.eot_token] if has_end else [], dtype=np.uint32)
+        has_end = END_OF_TEXT in tokenizer.special_tokens_set
+        separator = np.array([tokenizer.eot_token] if has_end else [], dtype=np.uint32)
         keyed = ((piece, piece[-1]) for piece in split_documents(sources, first_sizes, place))
         with writing(output):
-            shards = TokenShards(output, encoding.n_vocab, **progress.get("shards", {}))
-            for (place, split, text), ids in encode_on_all_cores(encoding, keyed):
+            shards = TokenShards(output, tokenizer.n_vocab, **progress.get("shards", {}))
+            for (place, split, text), ids in encode_on_all_cores(tokenizer, keyed):
                 shards.write(split, ids if text else separator)
                 if shards.is_full():
                     state = {"place": asdict(place), "shards": shards.finish_shard()}
@@ -127,7 +127,7 @@ def prepare(config: PrepareConfig) -> Path:
         meta = {
             "format": 1,
             "tokenizer": config.tokenizer,
-            "vocab_size": encoding.n_vocab,
+            "vocab_size": tokenizer.n_vocab,
             "documents": count["documents"],
             "characters": count["characters"],
             "train": {"tokens": sum(train), "bytes": count["train"], "shards": len(train)},
@@ -143,7 +143,7 @@ def prepare(config: PrepareConfig) -> Path:
     print(
         f"{target}: {count['documents']:,} document{'s' * (count['documents'] != 1)}, "
         f"{count['characters']:,} characters; "
-        f"tokenizer {config.tokenizer} with {encoding.n_vocab:,} tokens; "
+        f"tokenizer {config.tokenizer} with {tokenizer.n_vocab:,} tokens; "
         f"{sum(train):,} tokens to train on, {shards.val.length:,} to validate"
     )
     return target

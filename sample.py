@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import tyro
 
-from gptling.cli import Count, UserError, check_numbers, load, run
+from gptling.cli import PositiveInt, UserError, check_numbers, load, run
 from gptling.decoding import WIDE, speed_up
 from gptling.devices import cast_parameters, pick_device, pick_dtype
 from gptling.explain import check_page, explain, write_page
@@ -34,7 +34,7 @@ class SampleConfig:
     prompt: str = ""  # how the text begins; - reads it from standard input
     prompts: str = ""  # a file with a prompt on each line, all decoded as one batch
     interactive: bool = False  # complete one prompt after another, typed line by line
-    num_samples: Count = 1  # texts for each prompt
+    num_samples: PositiveInt = 1  # texts for each prompt
     max_new_tokens: int = 500  # how many tokens to draw; end-of-text ends it before
     temperature: float = 0.8  # below 1 the likely gets likelier; 0 always takes the likeliest token
     top_k: int = 200  # draw from the k likeliest tokens only; 0 for all
@@ -83,12 +83,12 @@ def read_prompts(config: SampleConfig) -> list[str]:
     return text.removesuffix("\n").split("\n")
 
 
-def encode_prompts(encoding, prompts: list[str], config: SampleConfig) -> list[list[int]]:
+def encode_prompts(tokenizer, prompts: list[str], config: SampleConfig) -> list[list[int]]:
     """The token ids of each prompt, one at least. Raises UserError for an unknown character."""
     rows = []
     for number, prompt in enumerate(prompts, start=1):
         what = f"{config.prompts}, prompt {number}" if config.prompts else "the prompt"
-        rows.append(encode(encoding, prompt, what).tolist() or [start_token(encoding)])
+        rows.append(encode(tokenizer, prompt, what).tolist() or [start_token(tokenizer)])
     return rows
 
 
@@ -104,7 +104,7 @@ def pad_left(rows: list[list[int]], device: str) -> tuple[torch.Tensor, torch.Te
 
 
 @torch.inference_mode()  # a tenth faster than no_grad for a small model
-def write_samples(model: GPT, encoding, prompts: list[str], config: SampleConfig) -> list[Sample]:
+def write_samples(model: GPT, tokenizer, prompts: list[str], config: SampleConfig) -> list[Sample]:
     """Complete every prompt num_samples times, as one batch; print the texts in order, return them.
 
     The first text appears token by token; the others go on from where they are when the one before
@@ -112,7 +112,7 @@ def write_samples(model: GPT, encoding, prompts: list[str], config: SampleConfig
     """
     block_size, vocab_size = model.config.block_size, model.config.vocab_size
     samples, generators = [], []
-    for prompt, ids in zip(prompts, encode_prompts(encoding, prompts, config), strict=True):
+    for prompt, ids in zip(prompts, encode_prompts(tokenizer, prompts, config), strict=True):
         if max(ids) >= vocab_size:
             raise UserError(f"the prompt has token {max(ids)}, but the model only {vocab_size}")
         if len(ids) > block_size:
@@ -127,7 +127,7 @@ def write_samples(model: GPT, encoding, prompts: list[str], config: SampleConfig
     try:
         for tokens in model.generate(idx, config.max_new_tokens, **options):
             for sample, token in zip(samples, tokens.tolist(), strict=True):
-                sample.add(token, encoding)
+                sample.add(token, tokenizer)
             current = print_in_order(samples, current)
             if all(sample.ended for sample in samples):
                 break
@@ -147,8 +147,8 @@ def main():
         check_page(Path(config.explain))
     prompts = [] if config.interactive else read_prompts(config)
     checkpoint = find_checkpoint(config.run)
-    encoding = load_tokenizer(checkpoint)
-    encode_prompts(encoding, prompts, config)  # what it lacks is told before the model is loaded
+    tokenizer = load_tokenizer(checkpoint)
+    encode_prompts(tokenizer, prompts, config)  # what it lacks is told before the model is loaded
     model = load_model(GPT, checkpoint)
     original = copy.deepcopy(model) if config.explain else None  # in float32, its layers untouched
     wide = model.config.n_embd >= WIDE
@@ -156,11 +156,11 @@ def main():
     cast_parameters(model, getattr(torch, dtype)).to(config.device)
     n = sum(parameter.numel() for parameter in model.parameters())
     print(f"{checkpoint}: {n:,} parameters; {config.device}, {dtype}", file=sys.stderr)
-    speed_up(model, config.compile)
+    model = speed_up(model, config.compile)  # which lets go of this one after its first steps
     if not config.interactive:
-        first, *_ = write_samples(model, encoding, prompts, config)
+        first, *_ = write_samples(model, tokenizer, prompts, config)
         if config.explain:
-            data = explain(original, encoding, first.ids, first.n_prompt)
+            data = explain(original, tokenizer, first.ids, first.n_prompt)
             write_page(Path(config.explain), {"model": str(checkpoint)} | data)
             print(f"{config.explain}: open it in a browser", file=sys.stderr)
         return
@@ -171,7 +171,7 @@ def main():
         if not prompt:
             return
         try:
-            write_samples(model, encoding, [prompt], config)
+            write_samples(model, tokenizer, [prompt], config)
         except UserError as error:  # a typo does not end the conversation
             print(error, file=sys.stderr)
 

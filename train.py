@@ -29,12 +29,13 @@ import torch
 from tyro.conf import Suppress
 
 from gptling.checkpoints import Progress, RunDirectory
-from gptling.cli import CONFIG, Count, Share, UserError, check_numbers, load, run
+from gptling.cli import CONFIG, Fraction, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
-from gptling.loss import use_fused_loss
+from gptling.gpt2_format import token_ids
+from gptling.loss import loss_and_terms, use_loss_in_pieces
 from gptling.optim import Muon, check_finite, load_states
-from gptling.pretrained import find_checkpoint, load_model
+from gptling.pretrained import find_checkpoint, load_model, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
 from gptling.tokenizers import load_tokenizer
@@ -45,32 +46,32 @@ from prepare import PrepareConfig, prepare
 @dataclass
 class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and these
     vocab_size: Suppress[int] = 1  # as the tokenizer says
-    vocab_multiple: Count = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
+    vocab_multiple: PositiveInt = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
     out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
     resume: bool = False  # go on from the newest checkpoint in out_dir; flags override, presets not
     overwrite: bool = False  # delete the run that is in out_dir
     init_from: str = "scratch"  # scratch, a run, a checkpoint, or the hub name of a GPT-2
     eval_only: bool = False  # only print the loss of init_from over the whole validation split
-    batch_size: Count = 12  # sequences of block_size tokens in a micro-batch
-    gradient_accumulation_steps: Count = 1  # micro-batches in a step, of all processes together
-    max_iters: Count = 2000  # steps
+    batch_size: PositiveInt = 12  # sequences of block_size tokens in a micro-batch
+    gradient_accumulation_steps: PositiveInt = 1  # micro-batches in a step of all processes
+    max_iters: PositiveInt = 2000  # steps
     optimizer: Literal["adamw", "muon"] = "adamw"  # of the blocks' matrices; the rest has AdamW
     learning_rate: float = 6e-4  # AdamW's highest, after warm-up
     muon_lr: float = 0.02  # Muon's highest; it rises and falls with the other
-    muon_momentum: Share = 0.95  # Muon: decay of the first moment; short runs like it lower
+    muon_momentum: Fraction = 0.95  # Muon: decay of the first moment; short runs like it lower
     schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls
-    hold: Share = 0.0  # linear: share of steps at the full rate (warm-up, stable, decay)
+    hold: Fraction = 0.0  # linear: share of steps at the full rate (warm-up, stable, decay)
     min_lr: float = 6e-5  # where learning_rate ends
     warmup_iters: int = 100  # steps with a rising learning rate
     weight_decay: float = 0.1  # of matrices; biases and LayerNorms have none
-    beta1: Share = 0.9  # AdamW: decay of the first moment (moving average of gradients)
-    beta2: Share = 0.95  # AdamW: decay of the second moment (of their squares)
+    beta1: Fraction = 0.9  # AdamW: decay of the first moment (moving average of gradients)
+    beta2: Fraction = 0.95  # AdamW: decay of the second moment (of their squares)
     grad_clip: float = 1.0  # the gradient's norm is cut to this; 0 for never
-    eval_interval: Count = 500  # steps between evaluations, each with a checkpoint
+    eval_interval: PositiveInt = 500  # steps between evaluations, each with a checkpoint
     eval_tokens: int = 0  # validate on the first so many tokens; 0 for the whole split
-    keep_last: Count = 2  # checkpoints that stay besides the best
-    log_interval: Count = 10  # steps between log lines
+    keep_last: PositiveInt = 2  # checkpoints that stay besides the best
+    log_interval: PositiveInt = 10  # steps between log lines
     seed: int = 1337  # of initialisation, order of sequences, dropout and samples
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
@@ -79,6 +80,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     deterministic: bool = False  # the same numbers in every run on a GPU too, which costs time
     fsdp: bool = False  # shard the model over the processes, for one too large for a GPU
     allow_changed_data: bool = False  # resume although the dataset is not what it was
+    allow_changed_model: bool = False  # go on although model.py computes something else than before
     curves: bool = True  # loss.png and TensorBoard's files, where these are installed
     wandb: bool = False  # send the curves to Weights & Biases
 
@@ -97,9 +99,9 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
             raise ValueError("--fsdp: Muon needs whole matrices; use --optimizer=adamw")
 
 
-# What makes a run another run, and so stays when it is resumed.
-FIXED = {field.name for field in fields(GPTConfig)} - {"dropout"}
-FIXED |= {"dataset", "init_from", "batch_size", "gradient_accumulation_steps", "optimizer", "seed"}
+# What makes a run another run, and so stays when it is resumed, as the sizes of the model do.
+FIXED = {"dataset", "init_from", "batch_size", "gradient_accumulation_steps", "block_size"}
+FIXED |= {"optimizer", "seed"}
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -109,17 +111,18 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         return config.learning_rate * (step + 1) / config.warmup_iters
     steps = config.max_iters - 1 - config.warmup_iters
     progress = min(1.0, (step - config.warmup_iters) / max(1, steps))  # 0 to 1
-    if config.schedule == "linear":
-        left = min(1.0, (1 - progress) / (1 - config.hold))
-    else:
-        left = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_lr + left * (config.learning_rate - config.min_lr)
+    left = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": min(1.0, (1 - progress) / (1 - config.hold)),
+    }
+    return config.min_lr + left[config.schedule] * (config.learning_rate - config.min_lr)
 
 
 def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """[AdamW], or with "muon" [AdamW, Muon], which takes the matrices inside the blocks. Matrices
-    decay, embeddings too; biases and LayerNorms do not. lr_scale: times learning_rate."""
-    muon = {p for p in model.h.parameters() if p.dim() == 2 and config.optimizer == "muon"}
+    """[AdamW], or with "muon" [AdamW, Muon], which takes the matrices inside the blocks, a router's
+    too, and what has three dimensions, as a stack of matrices. Matrices decay, embeddings too;
+    biases and LayerNorms do not. Without a gradient none moves. lr_scale: times learning_rate."""
+    muon = {p for p in model.h.parameters() if p.dim() in (2, 3) and config.optimizer == "muon"}
     rest = [p for p in model.parameters() if p not in muon]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -141,7 +144,7 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
     sums = []  # on the device, which nothing waits for
     model.eval()
     for idx, targets in data.validation_batches(config.batch_size, processes):
-        _, loss = model(idx, targets)
+        loss, _ = loss_and_terms(model(idx, targets))
         count = (targets != -100).sum()  # the loss is a mean over the targets that count
         sums.append(torch.where(count > 0, loss * count, 0))
     model.train()
@@ -149,28 +152,23 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
     return nats / (len(data.val) - 1), nats / (math.log(2) * max(1, data.val_bytes))
 
 
-def build_model(config: TrainConfig, given: dict, data: Dataset, resumed_from: Path | None) -> GPT:
-    """The model of a checkpoint, or a new one; the sizes in `config` become the model's."""
+def build_model(config: TrainConfig, data: Dataset, source: Path | None) -> GPT:
+    """A new model, or that of a checkpoint; flags may change what it computes the same with, as
+    dropout or the weight of a term of the loss."""
     sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
-    source = resumed_from or (config.init_from != "scratch" and find_checkpoint(config.init_from))
-    if source:
-        if load_tokenizer(source)._mergeable_ranks != data.tokenizer._mergeable_ranks:
-            way_out = f"prepare that text with --tokenizer={source}"
-            raise UserError(f"{source} has another tokenizer than {data.directory}: {way_out}")
-        model = load_model(GPT, source, dropout=config.dropout)
-    else:
+    if source is None:
         multiple = config.vocab_multiple
         sizes["vocab_size"] = math.ceil(data.tokenizer.n_vocab / multiple) * multiple
         model = GPT(GPTConfig(**sizes))
-    if config.eval_only and "block_size" not in given:
-        config.block_size = data.block_size = model.config.block_size
-    if config.block_size > model.config.block_size:
-        raise UserError(f"--block_size={config.block_size}: longer than that of {source}")
-    for name in sizes.keys() - {"block_size"}:  # sequences may be shorter than the model allows
-        setattr(config, name, getattr(model.config, name))
-        if given.get(name, getattr(config, name)) != getattr(config, name):
-            raise UserError(f"--{name}={given[name]}: {source} has another; leave it out")
-    model.restrict_to_tokens(data.tokenizer_json)
+        if model.untouched:
+            print(f"not drawn by init_weights, as they were made: {', '.join(model.untouched)}")
+    else:
+        if load_tokenizer(source)._mergeable_ranks != data.tokenizer._mergeable_ranks:
+            way_out = f"prepare that text with --tokenizer={source}"
+            raise UserError(f"{source} has another tokenizer than {data.directory}: {way_out}")
+        del sizes["block_size"]
+        model = load_model(GPT, source, config.allow_changed_model, **sizes)
+    model.restrict_to_tokens(token_ids(data.tokenizer_json))
     return model.train()
 
 
@@ -181,17 +179,21 @@ def main():
     processes = Processes(config.device)
     rank, world_size, device = processes.rank, processes.world_size, processes.device
     run_directory = RunDirectory(Path(config.out_dir), processes)
-    resumed_from, state = None, {}
-    if config.eval_only:  # over the whole split, in sequences that build_model makes longer
-        vars(config).update({"eval_tokens": 0, "block_size": 1} | given)
-        config.init_from = str(find_checkpoint(config.init_from))
+    state = {}
+    if config.eval_only:
+        config.init_from = source = find_checkpoint(config.init_from)
+        config.eval_tokens = given.get("eval_tokens", 0)  # the whole split, whatever a preset says
     else:  # explicit flags override what a resumed run had
-        config, resumed_from, state = run_directory.resume_or_begin(config, given, FIXED)
+        config, source, state = run_directory.resume_or_begin(config, given, FIXED)
+        if source is None and config.init_from != "scratch":
+            source = find_checkpoint(config.init_from)
+    if source:
+        take_sizes(config, given, GPT, source)
     progress = state.get("progress", Progress())
 
     # ------------------------------------------------------------ data
     missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
-    if missing and processes.first and not config.eval_only:
+    if missing and processes.is_main and not config.eval_only:
         prepare(PrepareConfig())
     processes.barrier()
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
@@ -202,13 +204,14 @@ def main():
     # ------------------------------------------------------------ model
     torch.manual_seed(config.seed)
     choose_algorithms(config.deterministic)
-    model = build_model(config, given, data, resumed_from)
+    model = build_model(config, data, source)
+    config.vocab_size = model.config.vocab_size
     # A block of width 64 took 1.45 times as long in bfloat16 as in float32, a step at 128 0.56.
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
     compile = device == "cuda" if config.compile == "auto" else config.compile
-    use_fused_loss(model, compile)  # which never holds all logits in float32
+    use_loss_in_pieces(model, compile)
     if device == "cpu":
         keep_freed_memory()
         use_float32_attention(model)
@@ -236,8 +239,8 @@ def main():
     def save(metrics):
         """A checkpoint of now; every process gives its shards, the first one writes."""
         progress.loss_sum = loss_sum.item()
-        whole_model = processes.whole_model(model, GPT)
-        run_directory.save(metrics, whole_model, optimizers, scaler, progress, config, data)
+        full_model = processes.full_model(model, GPT)
+        run_directory.save(metrics, full_model, optimizers, scaler, progress, config, data)
 
     # ------------------------------------------------------------ loop
     signals, stopped = StopSignals(processes), 0
@@ -247,19 +250,19 @@ def main():
         for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
             group["lr"] = lr * group.get("lr_scale", 1)
 
-        step_loss = torch.zeros((), device=device)
+        losses = {}  # of the step: "loss", and what a changed model adds to it
         for micro_step in range(micro_steps):
             x, y = next(batches)
             # Dropout is a function of the micro-batch, wherever it is computed.
             torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
-            processes.send_gradients(parallel, now=micro_step == micro_steps - 1)
+            processes.set_gradient_sync(parallel, enabled=micro_step == micro_steps - 1)
             with autocast:
-                _, loss = compiled(x, y)
+                loss, terms = loss_and_terms(compiled(x, y))
             # Micro-batches have equally many targets: the mean of their means is the batch's mean.
-            loss = loss / micro_steps
-            step_loss += loss.detach()
-            scaler.scale(loss).backward()
-        step_loss = processes.sum(step_loss) / world_size
+            scaler.scale(sum(terms.values(), start=loss) / micro_steps).backward()
+            for name, value in ({"loss": loss} | terms).items():
+                losses[name] = losses.get(name, 0) + value.detach() / micro_steps
+        losses = {name: processes.sum(value) / world_size for name, value in losses.items()}
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
@@ -270,7 +273,7 @@ def main():
         log_now = done % config.log_interval == 0 or done == config.max_iters
         stopped = signals.received()
         if log_now or evaluate_now or stopped or device == "cpu":  # a GPU would be waited for
-            check_finite("the loss", step_loss.item(), done, config)
+            check_finite("the loss", losses["loss"].item(), done, config)
             if not scaler.is_enabled():
                 check_finite("the gradient's norm", norm.item(), done, config)
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
@@ -280,17 +283,16 @@ def main():
                 scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-        loss_sum += step_loss
+        loss_sum += losses["loss"]
         progress.step, progress.loss_steps = done, progress.loss_steps + 1
         progress.overflows += overflow
 
         if log_now:
             rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-            numbers = {"loss": step_loss.item(), "norm": norm.item()}
-            numbers |= zip(("lr", "muon_lr"), rates, strict=False)
+            numbers = {"norm": norm.item()} | dict(zip(("lr", "muon_lr"), rates, strict=False))
             if scaler.is_enabled():
                 numbers["overflows"] = progress.overflows
-            report.training(done, numbers)
+            report.training(done, {name: loss.item() for name, loss in losses.items()}, numbers)
         if evaluate_now:
             with report.paused():
                 with autocast:

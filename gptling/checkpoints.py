@@ -6,16 +6,20 @@ import re
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
 from gptling.cli import UserError
 from gptling.files import lock_directory, read_json, replace, sha256, sync, writing
-from gptling.optim import whole_state
+from gptling.gpt2_format import save
+from gptling.optim import full_state
+
+# Flags of one start, which a run does not keep.
+ONCE = {"resume", "overwrite", "allow_changed_data", "allow_changed_model"}
 
 
 @dataclass
@@ -61,9 +65,8 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
                 raise ValueError(f"{name} is not as it was written")
         file = checkpoint / "training_state.pt"
         state = torch.load(file, map_location="cpu", weights_only=True)
-        if state["format"] == 1:  # as it was before November 2026
-            old = {"loss_sum": state["recent"], "loss_steps": state["recent_steps"]}
-            state["progress"] = old | {name: state[name] for name in ("step", "best", "overflows")}
+        if state["format"] != 2:
+            raise ValueError(f"its training state is of format {state['format']}, not 2")
         state["progress"] = Progress(**state["progress"])
         return state
     except (OSError, ValueError, LookupError, TypeError, UnpicklingError) as error:
@@ -71,22 +74,32 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{checkpoint} is damaged: {reason}") from None
 
 
-def resumed_config(config_class: type, saved: dict, given: dict, fixed: set[str]) -> Any:
+def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
     """A run's own configuration with the flags that were given: explicit flags override the
-    checkpoint and are printed. Raises UserError for a flag that would make it another run."""
-    known = {field.name for field in fields(config_class)}
-    once = {"resume": False, "overwrite": False, "allow_changed_data": False}
-    saved = {name: value for name, value in saved.items() if name in known - once.keys()}
-    for name in sorted(given.keys() & saved.keys() - {"out_dir"}):
-        if given[name] != saved[name] and name in fixed:
-            way_out = "leave the flag out, or start another run with another --out_dir"
-            raise UserError(f"--{name}={given[name]}: the run has {saved[name]}; {way_out}")
-        if given[name] != saved[name]:
-            print(f"{name}: {given[name]} from now on; it was {saved[name]}")
+    checkpoint and are printed, as is what the run did not have. Raises UserError for a flag that
+    would make it another run; for what this code does not know, unless config.allow_changed_model.
+    """
+    hints, unknown = get_type_hints(type(config)), {}
+    for name, value in saved.items():
+        if name not in hints or value not in (get_args(hints[name]) or [value]):
+            unknown[name] = value
+    if unknown and not config.allow_changed_model:
+        what = ", ".join(f"{name}={value!r:.50}" for name, value in sorted(unknown.items()))
+        ways = "use the code that made it, or leave it out with --allow_changed_model=True"
+        raise UserError(f"the run has {what}, which this code does not know: {ways}")
+    known = {name: value for name, value in saved.items() if name not in unknown.keys() | ONCE}
     try:
-        return config_class(**saved | once | given | {"resume": False})
+        resumed = type(config)(**known | given | {"resume": False})
     except ValueError as error:
         raise UserError(f"the resumed run: {error}") from None
+    for name in sorted(hints.keys() - ONCE - {"out_dir"}):
+        value, before = getattr(resumed, name), saved.get(name, "not there")
+        if value != before and name in fixed:
+            way_out = "leave the flag out, or start another run with another --out_dir"
+            raise UserError(f"--{name}={value}: the run has {before}; {way_out}")
+        if value != before:
+            print(f"{name}: {value} from now on; it was {before}")
+    return resumed
 
 
 class RunDirectory:
@@ -94,10 +107,11 @@ class RunDirectory:
 
     def __init__(self, path: Path, processes):
         self.path, self.processes, self.lock = path, processes, None
+        self.told = ""  # why its checkpoints are no GPT-2s
 
     def take_lock(self):
         """Keep other trainings out until this one ends. Raises UserError where one is there."""
-        if self.processes.first and self.path.is_dir() and not self.lock:
+        if self.processes.is_main and self.path.is_dir() and not self.lock:
             self.lock = lock_directory(self.path)
 
     def resume_or_begin(self, config: Any, given: dict, fixed: set[str]):
@@ -114,7 +128,7 @@ class RunDirectory:
             return config, None, {}
         checkpoint, state = self.newest_state()
         given = given | {"out_dir": config.out_dir}
-        config = resumed_config(type(config), state["config"], given, fixed)
+        config = resumed_config(config, state["config"], given, fixed)
         if state["progress"].step >= config.max_iters:
             raise UserError(f"{checkpoint} has all its steps: give a higher --max_iters")
         return config, checkpoint, state
@@ -123,7 +137,7 @@ class RunDirectory:
         """The newest checkpoint that is whole, in all processes, and its training state; damaged
         ones are named. Raises UserError where there is none."""
         found = None
-        for checkpoint in reversed(list_checkpoints(self.path)) if self.processes.first else ():
+        for checkpoint in reversed(list_checkpoints(self.path)) if self.processes.is_main else ():
             try:
                 found = checkpoint, load_training_state(checkpoint)
                 break
@@ -143,7 +157,7 @@ class RunDirectory:
 
     def start(self, step: int, overwrite: bool):
         """Make the directory ready for what follows `step`."""
-        if not self.processes.first:
+        if not self.processes.is_main:
             return
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -161,21 +175,26 @@ class RunDirectory:
                     path.rename(aside)
             cut_log(self.path / "log.jsonl", step)
 
+    def tell_once(self, why_not_gpt2: str):
+        if why_not_gpt2 and not self.told:
+            print(f"checkpoints are for this model.py alone (model_type gptling): {why_not_gpt2}")
+        self.told = why_not_gpt2
+
     def save(self, metrics, model, optimizers, scaler, progress: Progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
         All processes of a sharded model call it, the first one writes. Raises UserError."""
-        if not (self.processes.first or self.processes.sharded):
+        if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": 2, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
-        state["optimizers"] = [whole_state(optimizer) for optimizer in optimizers]
-        if not self.processes.first:
+        state["optimizers"] = [full_state(optimizer) for optimizer in optimizers]
+        if not self.processes.is_main:
             return
         final = self.path / f"checkpoint-{metrics['step']}"
         temporary = self.path / f".{final.name}.writing"
         try:
             with writing(final):
-                model.save_pretrained(temporary, data.tokenizer_json)
+                self.tell_once(save(model, temporary, data.tokenizer_json))
                 with (temporary / "training_state.pt").open("wb") as file:
                     torch.save(state, file)
                 (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")

@@ -26,8 +26,8 @@ import tyro
 
 CONFIG = Path(__file__).parent.parent / "config"
 # What a number of a configuration may be besides finite and not negative: at least 1, below 1.
-Count = Annotated[int, "at least 1"]
-Share = Annotated[float, "below 1"]
+PositiveInt = Annotated[int, "at least 1"]
+Fraction = Annotated[float, "below 1"]
 
 
 class UserError(Exception):
@@ -155,7 +155,7 @@ def spell_out(argv: list[str], hints: dict[str, Any]) -> list[str]:
 
 def check_numbers(config: Any):
     """Raises ValueError for a number among the fields of a dataclass that is negative or not
-    finite, or not what Count and Share say."""
+    finite, or not what PositiveInt and Fraction say."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value, rules = getattr(config, name), getattr(hint, "__metadata__", ())
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -60,7 +60,7 @@ def find_sources(names: Sequence[str], downloads: Path) -> list[Source]:
     return found
 
 
-def signature(source: Source) -> list:
+def source_id(source: Source) -> list:
     """What tells that a source has changed. Raises OSError for a file that is missing."""
     if isinstance(source, Stream):
         return [source.name]

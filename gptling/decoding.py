@@ -1,9 +1,10 @@
-"""Decoding at the speed of the memory: layers and a step that take the places of a model's own.
+"""Decoding at the speed of the memory: a copy of a model whose layers and step are faster.
 
-For sampling only: the weights of replaced layers are let go. Layers are known by their type and by
-the name `attend`; what is not understood stays as it is.
+For sampling only. Layers are known by their type and by the name `attend`; what is not understood
+stays as it is. The first logits of the copy are compared with those of the model itself.
 """
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from gptling.cli import UserError
 from gptling.devices import (
     float32_attention,
-    has_products,
+    has_fast_matmul,
     replace_attention,
     use_float32_attention,
 )
@@ -23,34 +24,74 @@ from gptling.devices import (
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
 
 
-def speed_up(model: nn.Module, compile: bool = False):
-    """Let `model.generate` be fast on the device and in the dtype that the model is in; its logits
-    change by rounding alone."""
-    weight = next(model.parameters())
-    on_cpu, dtype = weight.device.type == "cpu", weight.dtype
-    if on_cpu and dtype == torch.bfloat16 and use_float32_attention(model) and not compile:
-        model.cache_dtype = torch.float32  # instead of a cast of all keys at every token
+def speed_up(model: nn.Module, compile: bool = False) -> nn.Module:
+    """A copy of the model for `generate` that is fast on the device and in the dtype that it is in;
+    they share what tensors both need. Its layers, where they are replaced:
+
+    | device and dtype                       | without compile           | with compile           |
+    |----------------------------------------|---------------------------|------------------------|
+    | CPU, float32, or bfloat16 instructions | OneDNNLinear, if wide     | RowLinear, compiled by |
+    | CPU without these, and float16         | RowLinear                 | block, if wide         |
+    | CPU, bfloat16: attention               | float32_attention         | attend_one_query       |
+    | another device                         |                           | compiled as a whole    |
+    """
+    parameter = next(model.parameters())
+    on_cpu, dtype = parameter.device.type == "cpu", parameter.dtype
     wide = model.config.n_embd >= WIDE
-    if on_cpu and (compile or not has_products(dtype)):
-        replace_linears(model, RowLinear)
+    tensors = [*model.parameters(), *model.buffers()]
+    fast = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    if on_cpu and (compile or not has_fast_matmul(dtype)):
+        replace_linears(fast, RowLinear)
     elif on_cpu and wide and torch.backends.mkldnn.is_available():
-        replace_linears(model, OneDNNLinear)
+        replace_linears(fast, OneDNNLinear)
     if on_cpu and compile:
-        replace_attention(model, attend_one_query)
-    if compile:  # PyTorch never asks which of the blocks that share a compilation has hooks
-        compile_steps(model, by_block=on_cpu and wide and not any(map(has_hooks, model.modules())))
+        replace_attention(fast, attend_one_query)
+    elif on_cpu and dtype == torch.bfloat16 and use_float32_attention(fast):
+        fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token
+    if compile:
+        compile_steps(fast, by_block=on_cpu and wide)
+    fast.next_logits = CheckedStep(fast, model, compile)
+    return fast
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+class CheckedStep:
+    """next_logits of the fast model. The first ones, of a prompt and of one token behind it, are
+    compared with the plain model's; where they differ, the fast model becomes the plain one."""
+
+    def __init__(self, fast: nn.Module, plain: nn.Module, compile: bool):
+        self.fast, self.plain, self.step = fast, plain, fast.next_logits
+        self.least_past = 2 if compile else 1  # of a token that is decoded as all that follow
+        # Rounding makes 1e-5 and 0.05 of the spread, another formula mostly more than all of it.
+        self.tolerance = 1e-3 if next(plain.parameters()).dtype == torch.float32 else 0.2
+        self.calls, self.cache = 0, None  # the plain model's cache
+
+    def __call__(self, idx, padding_mask=None, cache=None):
+        past = cache[0].length
+        self.cache = self.cache if past else self.plain.new_cache()
+        logits = self.step(idx, padding_mask, cache)
+        expected = self.plain.next_logits(idx, padding_mask, self.cache)
+        self.calls += 1
+        difference = (logits - expected).abs().max() / expected.std()
+        if difference > self.tolerance:  # not where both are NaN
+            print(
+                f"the faster layers give other logits ({difference:.2g} of their spread): "
+                "they are left out",
+                file=sys.stderr,
+            )
+            cache[:] = self.cache
+            self.fast.__dict__ = self.plain.__dict__
+            return expected
+        if (idx.size(1) == 1 and past >= self.least_past) or self.calls == 3:
+            self.fast.next_logits, self.plain = self.step, None
+        return logits
 
 
-def replace_linears(model: nn.Module, layer: Callable[[nn.Linear], nn.Module]):
-    """Put layer(linear) in the place of each nn.Linear, not of what may compute something else."""
-    modules = model.named_modules(remove_duplicate=False)
-    plain = [name for name, m in modules if type(m) is nn.Linear and not has_hooks(m)]
-    for name in plain:  # one by one, so that memory holds few of them twice
-        model.set_submodule(name, layer(model.get_submodule(name)))
+def replace_linears(model: nn.Module, layer: type[nn.Linear]):
+    """Make each nn.Linear a `layer`, not what may compute something else. Hooks stay."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = layer
+            module.prepare()
 
 
 def onednn_linear(x, weight, bias):
@@ -61,28 +102,24 @@ def onednn_linear(x, weight, bias):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-class OneDNNLinear(nn.Module):
+class OneDNNLinear(nn.Linear):
     """A linear layer by oneDNN, with the weight in its own layout, made once: for a single row
     F.linear reaches a third to a half of a CPU's memory speed."""
 
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        weight = linear.weight.detach()
+    def prepare(self):
+        weight = self._parameters.pop("weight").detach()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)  # 1 row; good for more
-        self.bias = linear.bias
 
     def forward(self, x):
         return onednn_linear(x, self.packed, self.bias)
 
 
-class RowLinear(nn.Module):
+class RowLinear(nn.Linear):
     """A linear layer whose product with a single row Inductor fuses, at the memory's speed; that of
     more rows is in float32 where it would be emulated."""
 
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.emulated = not has_products(linear.weight.dtype)
+    def prepare(self):
+        self.emulated = not has_fast_matmul(self.weight.dtype)
 
     def forward(self, x):
         if x.numel() > x.size(-1) or not torch.compiler.is_compiling():
@@ -112,21 +149,22 @@ def attend_one_query(q, k, v, attn_mask=None, **options):
 
 def compile_steps(model: nn.Module, by_block: bool):
     """Compile what a new token takes: one block, which all share, in a small part of the time; or
-    all at once, for a narrow model, whose calls cost more than its products, and on a GPU."""
-
-    def one_token(x, padding_mask=None, cache=None):
-        layer = cache[0] if isinstance(cache, list) else cache
-        # A length of 0 or 1 is compiled for itself alone.
-        return x.size(1) == 1 and layer is not None and layer.length >= 2
-
+    all at once, for a narrow model, whose calls cost more than its matmuls, and on a GPU."""
     if not by_block:
         options = {"guard_filter_fn": without_new_methods}
         model.next_logits = Compiled(model.next_logits, one_token, options)
         return
-    for block in model.h:
+    for block in dict.fromkeys(model.h):
         block.forward = Compiled(block.forward, one_token)
-    if type(model.lm_head) is RowLinear:
-        model.lm_head.forward = Compiled(model.lm_head.forward, lambda x: len(x) == 1)
+    model.logits = Compiled(model.logits, lambda x: x.numel() == x.size(-1))
+
+
+def one_token(x, *arguments) -> bool:
+    """Whether these arguments are of one new token, with a cache of two or more before it: a length
+    of 0 or 1 is compiled for itself alone."""
+    caches = (a[0] if isinstance(a, list) else a for a in arguments)
+    past = max((getattr(cache, "length", 0) for cache in caches), default=0)
+    return x.size(1) == 1 and past >= 2
 
 
 def without_new_methods(guards: Sequence) -> list[bool]:
@@ -146,13 +184,15 @@ class Compiled:
         self.plain, self.ready = plain, ready
         # One compilation for any length of the cache.
         torch.compiler.config.dynamic_sources = r"L\['cache'\](\[\d+\])?\.length"
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # blocks may differ in hooks
         self.compiled = torch.compile(plain, fullgraph=True, options=options)
 
     def __call__(self, *arguments):
         if not self.ready(*arguments):
             return self.plain(*arguments)
-        if len(arguments) > 1 and arguments[1] is not None:  # padding_mask, as long as the cache
-            torch._dynamo.maybe_mark_dynamic(arguments[1], 1)
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.dtype == torch.bool:
+                torch._dynamo.maybe_mark_dynamic(argument, 1)  # padding_mask, as long as the cache
         start, graphs = time.perf_counter(), self.stats["unique_graphs"]
         try:
             y = self.compiled(*arguments)

@@ -22,7 +22,7 @@ def pick_device(device: str) -> str:
     return device
 
 
-def has_products(dtype: torch.dtype) -> bool:
+def has_fast_matmul(dtype: torch.dtype) -> bool:
     """Whether the CPU has instructions for products in this dtype; without them those in bfloat16
     take 400 times as long as in float32."""
     if dtype == torch.bfloat16:
@@ -38,7 +38,7 @@ def pick_dtype(dtype: str, device: str, wide: bool, only_stored: bool = False) -
     if device == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bfloat16" if native else "float16"
-    pays = device == "cpu" and wide and (only_stored or has_products(torch.bfloat16))
+    pays = device == "cpu" and wide and (only_stored or has_fast_matmul(torch.bfloat16))
     return "bfloat16" if pays else "float32"
 
 
@@ -63,20 +63,18 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
         return F.scaled_dot_product_attention(*wide, attn_mask=attn_mask, **options).to(q.dtype)
 
 
-def use_float32_attention(model: nn.Module) -> bool:
-    """Let attention whose kernel `attend` is PyTorch's use float32_attention; False for a model
-    with other attention, whose keys have to keep their dtype."""
-    replace_attention(model, float32_attention)
-    kernels = [{getattr(m, "attend", None) for m in block.modules()} - {None} for block in model.h]
-    return all(found == {float32_attention} for found in kernels)
-
-
-def replace_attention(model: nn.Module, attention: Callable):
+def replace_attention(model: nn.Module, attention: Callable) -> bool:
     """Put a function in the place of PyTorch's kernel of attention, in layers that name theirs
-    `attend`; a kernel of one's own stays."""
+    `attend`; a kernel of one's own stays. Returns whether all blocks have no other now."""
     for module in model.modules():
         if getattr(module, "attend", None) in (F.scaled_dot_product_attention, float32_attention):
             module.attend = attention
+    kernels = [{getattr(m, "attend", None) for m in block.modules()} - {None} for block in model.h]
+    return all(found == {attention} for found in kernels)
+
+
+def use_float32_attention(model: nn.Module) -> bool:
+    return replace_attention(model, float32_attention)
 
 
 def choose_algorithms(deterministic: bool):

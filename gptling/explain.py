@@ -8,6 +8,8 @@ from pathlib import Path
 import tiktoken
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from gptling.cli import UserError
 from gptling.files import replace, writing
@@ -22,28 +24,55 @@ def visible(raw: bytes) -> str:
     return "".join(symbols.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
 
 
+class Attended(TorchFunctionMode):
+    """The values v and the outcome y of each call of PyTorch's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            self.calls.append((args[2], y))
+        return y
+
+
 def logits_and_attention(model: nn.Module, idx: torch.Tensor):
-    """Logits (T, V) of one text idx (1, T), and the weights (n_layer, nh, T, T) of each layer that
-    has a method attention_weights. Raises UserError for a model without one."""
-    weights = []  # n_layer times (1, nh, T, T)
+    """Logits (T, V) of one text idx (1, T), and the weights (n, nh, T, T) of each call of a layer
+    that has a method attention_weights, n_layer calls in GPT. Raises UserError for a model without
+    one, and where weights times values is not what PyTorch's attention gave in that layer."""
+    weights, attended = [], Attended()  # n times (1, nh, T, T)
 
     def keep_weights(layer, args, options):
         # Options that are None, as `cache` is here, need not be known to attention_weights.
         given = {name: value for name, value in options.items() if value is not None}
         weights.append(layer.attention_weights(*args, **given))
+        attended.calls.clear()
 
-    layers = [m for block in model.h for m in block.modules() if hasattr(m, "attention_weights")]
+    def compare(layer, args, options, output):
+        for v, y in attended.calls:
+            v = v.repeat_interleave(y.size(1) // v.size(1), dim=1)  # (1, nh, T, hs)
+            if (weights[-1] @ v - y).abs().max() > 1e-3 * y.std():
+                which = f"call {len(weights)} of a {type(layer).__name__}"
+                raise UserError(f"--explain: {which} is not what its attention_weights say")
+
+    layers = dict.fromkeys(m for m in model.modules() if hasattr(m, "attention_weights"))
     hooks = [layer.register_forward_pre_hook(keep_weights, with_kwargs=True) for layer in layers]
-    logits, _ = model(idx)
-    for hook in hooks:
-        hook.remove()
+    hooks += [layer.register_forward_hook(compare, with_kwargs=True) for layer in layers]
+    try:
+        with attended:
+            logits, _ = model(idx)
+    finally:
+        for hook in hooks:
+            hook.remove()
     if not weights:
         raise UserError("--explain: no layer of this model has a method attention_weights")
     return logits[0], torch.cat(weights)
 
 
 @torch.no_grad()
-def explain(model: nn.Module, encoding: tiktoken.Encoding, ids: list[int], n_prompt: int) -> dict:
+def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_prompt: int) -> dict:
     """What the page shows of a text whose first n_prompt ids are the prompt, by one forward pass.
 
     Of each token but the first, given those before it (temperature 1, no filter): its probability
@@ -58,12 +87,14 @@ def explain(model: nn.Module, encoding: tiktoken.Encoding, ids: list[int], n_pro
     T = len(shown)
     idx = torch.tensor([shown], device=next(model.parameters()).device)
     logits, weights = logits_and_attention(model, idx)
-    probs = logits[:-1].masked_fill(~model.drawable, float("-inf")).softmax(dim=-1)  # (T - 1, V)
+    probs = (
+        logits[:-1].masked_fill(~model.valid_tokens, float("-inf")).softmax(dim=-1)
+    )  # (T - 1, V)
     token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
-    top = probs.topk(min(10, int(model.drawable.sum())))
+    top = probs.topk(min(10, int(model.valid_tokens.sum())))
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
     codes = (65535 * triangles).round().cpu().numpy().astype("<u2")
-    decode = encoding.decode_single_token_bytes
+    decode = tokenizer.decode_single_token_bytes
     rows = zip(top.indices.tolist(), top.values.tolist(), shown[1:], strict=True)
     return {
         "n_layer": weights.size(0),

@@ -12,70 +12,87 @@ import torch
 from gptling.cli import UserError
 
 
-class Muon(torch.optim.Muon):
-    """torch.optim.Muon with equal matrices orthogonalised in one batch (else a small model's step
-    takes half as long again), in float32 where a CPU has no bfloat16 (else 28 times as long), and
-    three squares in one parameter, as of queries, keys and values, each by itself (else the same
-    loss takes a few in a hundred steps more)."""
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon, with equal matrices orthogonalised in one batch (else a small model's step
+    takes half as long again), in `dtype` (a CPU without bfloat16 takes 28 times as long in it).
 
-    def __init__(self, params, dtype: torch.dtype, **options):
-        super().__init__(params, **options)
+    A parameter of three dimensions is a stack of matrices. One with an attribute `matrices`, a list
+    of numbers of rows, is so many matrices on top of each other, as queries, keys and values are
+    (as one matrix they take a few in a hundred steps more). One without a gradient is left out."""
+
+    def __init__(self, params, dtype: torch.dtype, lr=0.02, momentum=0.95, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype = dtype
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
-            for rows, columns in sorted({p.shape for p in group["params"]}):
-                matrices = [p for p in group["params"] if p.shape == (rows, columns)]
-                updates = []
-                for p in matrices:
-                    if not self.state[p]:
-                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                    first_moment = self.state[p]["momentum_buffer"]
-                    first_moment.lerp_(p.grad, 1 - momentum)
-                    updates.append(p.grad.lerp(first_moment, momentum))  # Nesterov's look ahead
-                height = columns if rows == 3 * columns else rows
-                updates = torch.stack(updates).to(self.dtype).view(-1, height, columns)
-                updates = orthogonalise(updates, group).reshape(-1, rows, columns)
-                scale = math.sqrt(max(1, height / columns))  # taller ones write more
-                for p, update in zip(matrices, updates, strict=True):
-                    p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr * scale)
+            batches = {}  # (rows, columns): [(weight, gradient, first moment)], parts of parameters
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                first_moment = self.state[p]["momentum_buffer"]
+                first_moment.lerp_(p.grad, 1 - momentum)
+                rows = getattr(p, "matrices", p.size(-2))
+                parts = (t.split(rows, dim=-2) for t in (p, p.grad, first_moment))
+                for part in zip(*parts, strict=True):
+                    batches.setdefault(part[0].shape[-2:], []).append(part)
+            for (rows, columns), parts in sorted(batches.items()):
+                updates = [g.lerp(moment, momentum) for _, g, moment in parts]  # Nesterov's
+                updates = torch.cat([u.reshape(-1, rows, columns) for u in updates])
+                updates = orthogonalise(updates.to(self.dtype))
+                scale = math.sqrt(max(1, rows / columns))  # taller ones write more
+                sizes = [weight.numel() // (rows * columns) for weight, _, _ in parts]
+                for (weight, _, _), update in zip(parts, updates.split(sizes), strict=True):
+                    weight.mul_(1 - lr * group["weight_decay"])
+                    weight.add_(update.view_as(weight), alpha=-lr * scale)
 
 
-def orthogonalise(x: torch.Tensor, options: dict) -> torch.Tensor:
-    """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration: several
-    steps of a long x in its Gram matrix (Zhang et al. 2026)."""
-    a, b, c = options["ns_coefficients"]
-    steps = options["ns_steps"]
+def orthogonalise(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration. From x
+    with singular values of at most 1, a step is, with the Gram matrix x x^T:
+
+        x = (a + b gram + c gram^2) x
+
+    Where x is long its Gram matrix is smaller, and several steps are taken in that (Zhang et al.
+    2026). Its rounding grows by a^2 = 12 a step: after three of bfloat16, or TF32, it is made
+    anew."""
     tall = x.size(1) > x.size(2)
-    x = x.mT if tall else x  # the smaller product of the two
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=options["eps"])  # singular values <= 1
-    # A step multiplies x by a polynomial of its Gram matrix, which is smaller than a long x. Its
-    # rounding grows by a^2 = 12 a step: after three of bfloat16, or TF32, it is made anew.
+    x = x.mT if tall else x  # the smaller matmul of the two
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     square, exact = x.size(1) == x.size(2), x.dtype == torch.float32 and x.device.type == "cpu"
     at_once = 1 if square else 5 if exact else 3
     for first in range(0, steps, at_once):
-        gram, factor, product = x @ x.mT, None, None
-        for step in range(min(at_once, steps - first)):
-            gram = factor @ gram @ factor if step else gram
-            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            factor.diagonal(dim1=1, dim2=2).add_(a)
-            product = factor @ product if step else factor
-        x = product @ x
+        x = product_of_steps(x @ x.mT, min(at_once, steps - first)) @ x
     return x.mT if tall else x
 
 
-def whole_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+def product_of_steps(gram: torch.Tensor, steps: int) -> torch.Tensor:
+    """What so many steps multiply x by, of its Gram matrix (n, rows, rows) alone."""
+    a, b, c = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024
+    product = None
+    for step in range(steps):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor @ product if step else factor
+        if step + 1 < steps:
+            gram = factor @ gram @ factor  # that of factor x
+    return product
+
+
+def full_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """The state of each parameter, {index: {name: value}}, whatever an optimizer keeps there;
     gathered where it is sharded: all processes must call it then."""
 
-    def whole(value):
+    def full(value):
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return value.cpu() if isinstance(value, torch.Tensor) else value
 
     saved = optimizer.state_dict()["state"]
-    return {i: {name: whole(value) for name, value in state.items()} for i, state in saved.items()}
+    return {i: {name: full(value) for name, value in state.items()} for i, state in saved.items()}
 
 
 def load_states(optimizers: list[torch.optim.Optimizer], scaler, state: dict[str, Any]):
@@ -93,7 +110,7 @@ def load_states(optimizers: list[torch.optim.Optimizer], scaler, state: dict[str
 
 
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]):
-    """Take what whole_state gave, sharded as the parameters are; settings stay as they are. Raises
+    """Take what full_state gave, sharded as the parameters are; settings stay as they are. Raises
     ValueError for the state of other parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not saved.keys() <= set(range(len(parameters))):

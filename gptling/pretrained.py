@@ -3,12 +3,12 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.overrides import TorchFunctionMode
 
+from gptling import gpt2_format
 from gptling.checkpoints import best_checkpoint, list_checkpoints
 from gptling.cli import UserError, optional_package
 from gptling.files import read_json
@@ -48,9 +48,9 @@ def download(name: str) -> Path:
         raise UserError(f"{name}: cannot be downloaded ({kind}); {remedy}") from None
 
 
-def load_model(model_class: type, path: str | Path, **changes) -> torch.nn.Module:
-    """model_class.from_pretrained for what find_checkpoint finds, also with weights in shards; no
-    pickle is opened. changes: of its config. Raises UserError for what is missing or damaged."""
+def load_model(model_class: type, path: str | Path = "", allow_changed=False, **changes):
+    """The model that find_checkpoint finds, also with weights in shards; no pickle is opened. More
+    in gpt2_format.load. Raises UserError for what is missing, damaged or another model's."""
     path, tensors = find_checkpoint(path), {}
     read_json(path / "config.json")  # names the file, and bounds it
     for file in weight_files(path):
@@ -59,37 +59,29 @@ def load_model(model_class: type, path: str | Path, **changes) -> torch.nn.Modul
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from None
     try:
-        with SkipInit() as skipped:
-            model = model_class.from_pretrained(path, tensors, **changes)
-        if skipped.missing:  # a changed model.py may have more than what is stored
-            model = model_class.from_pretrained(path, tensors, **changes)
-        return model
+        return gpt2_format.load(model_class, path, tensors, allow_changed, **changes)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: no model in config.json, weights, tokenizer: {error}") from None
+        reason = f"no model in config.json, weights, tokenizer: {error}"
+        if isinstance(error, gpt2_format.ChangedModelError):
+            words = "model.py computes something else than the model there did"
+            reason = f"{words}: {error}; train.py's --allow_changed_model=True goes on with it"
+        stored = gpt2_format.stored_sizes(model_class, read_json(path / "config.json"))
+        for name, value in changes.items():
+            if name in stored and stored[name] != value:
+                reason = f"{name}={value}, where it has {stored[name]}: {reason}"
+        raise UserError(f"{path}: {reason}") from None
 
 
-class SkipInit(TorchFunctionMode):
-    """Leave out random numbers for parameters that are loaded next, two seconds for 124 M. On the
-    device "meta" they and a mask's triangle would import PyTorch's compiler, which takes another.
-
-    missing: {id: tensor} of what was left out and not copied into since, so holds no values."""
-
-    def __init__(self):
-        super().__init__()
-        self.missing = {}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            tensor = kwargs["tensor"]
-            if not tensor.is_meta:
-                self.missing[id(tensor)] = tensor
-            return tensor
-        if func is torch.Tensor.copy_:
-            self.missing.pop(id(args[0]), None)
-        if func in (torch.Tensor.tril, torch.Tensor.triu) and args[0].is_meta:
-            return args[0]
-        return func(*args, **kwargs)
+def take_sizes(config: Any, given: dict, model_class: type, source: Path):
+    """Give train.py's configuration the sizes of the model in a checkpoint, but for what flags say
+    of them; sequences may be shorter than the model allows. Raises UserError for longer ones."""
+    stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
+    if config.eval_only and "block_size" not in given:
+        config.block_size = stored["block_size"]
+    if config.block_size > stored["block_size"]:
+        raise UserError(f"--block_size={config.block_size}: longer than that of {source}")
+    for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
+        setattr(config, name, stored[name])
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling.cli import UserError
 from gptling.devices import pick_device
+from gptling.loss import loss_and_terms
 
 
 class Processes:
@@ -26,11 +27,11 @@ class Processes:
     def __init__(self, device: str):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.first = self.rank == 0  # the one that writes and speaks for all
+        self.is_main = self.rank == 0  # the one that writes and speaks for all
         self.device = pick_device(device)
         self.gpu = torch.cuda.get_device_name() if self.device == "cuda" else ""
         self.sharded = False
-        if not self.first:
+        if not self.is_main:
             sys.stdout = open(os.devnull, "w")
         if self.world_size > 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others
@@ -91,7 +92,7 @@ class Processes:
             from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
             mesh = init_device_mesh(self.device, (self.world_size,))
-            for block in model.h:
+            for block in dict.fromkeys(model.h):  # a shared one once
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
             register_fsdp_forward_method(model, "next_logits")  # generation's other door
@@ -108,34 +109,34 @@ class Processes:
         for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
             idx = self.to_device(torch.zeros(1, model.config.block_size, dtype=torch.int64))
             with autocast:
-                loss = parallel(idx, idx)[1]
-            loss.backward()
+                loss, terms = loss_and_terms(parallel(idx, idx))
+            sum(terms.values(), start=loss).backward()
             model.zero_grad()
         return parallel
 
-    def whole_model(self, model: torch.nn.Module, model_class: type) -> torch.nn.Module | None:
+    def full_model(self, model: torch.nn.Module, model_class: type) -> torch.nn.Module | None:
         """With whole parameters, for the first process; all must call it for a sharded one."""
         if not self.sharded:
             return model
         state = model.state_dict()  # sharded again, where a forward pass has left it gathered
-        whole = {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
-        if not self.first:
+        full = {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
+        if not self.is_main:
             return None
         copy = model_class(model.config)
-        copy.load_state_dict(whole)
+        copy.load_state_dict(full)
         return copy
 
-    def send_gradients(self, parallel: torch.nn.Module, now: bool):
+    def set_gradient_sync(self, parallel: torch.nn.Module, enabled: bool):
         """With DDP gradients travel once a step, with the last micro-batch."""
         if isinstance(parallel, DistributedDataParallel):
-            parallel.require_backward_grad_sync = now
+            parallel.require_backward_grad_sync = enabled
 
 
 def recompute_activations(model: torch.nn.Module, compile_blocks: bool):
     """Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): keep a block's
-    input only, and compute the rest again in the backward pass. compile_blocks: each for itself,
+    input only, and recompute the rest in the backward pass. compile_blocks: each for itself,
     where FSDP's hooks around a block would leave it out of a compiled model."""
-    for block in model.h:
+    for block in dict.fromkeys(model.h):  # a shared one once
         forward = torch.compile(block.forward) if compile_blocks else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False)
 

@@ -31,7 +31,7 @@ class Report:
         sequences_per_step = config.batch_size * config.gradient_accumulation_steps
         self.tokens_per_step = sequences_per_step * config.block_size
         self.started = self.last_time = time.perf_counter()
-        self.boards = open_boards(config, self.out_dir, step) if processes.first else []
+        self.boards = open_boards(config, self.out_dir, step) if processes.is_main else []
         several = f", {processes.world_size} processes" * (processes.world_size > 1)
         resumed = f", from step {step}" * (step > 0)
         print(
@@ -42,11 +42,11 @@ class Report:
         )
         self.plain = not sys.stderr.isatty()  # lines instead of a bar
         bar = {"total": config.max_iters, "initial": step, "unit": "step", "leave": False}
-        self.bar = tqdm(**bar, disable=self.plain or not processes.first)
+        self.bar = tqdm(**bar, disable=self.plain or not processes.is_main)
 
     def log(self, **entry):
         """A line of log.jsonl, which the boards show too. Raises UserError for a full disk."""
-        if not self.processes.first:
+        if not self.processes.is_main:
             return
         log_file = self.out_dir / "log.jsonl"
         with writing(log_file), log_file.open("a", encoding="utf-8") as file:
@@ -54,8 +54,8 @@ class Report:
         for board in self.boards:
             board(entry)
 
-    def training(self, step: int, numbers: dict[str, float]):
-        """The numbers of a step, with the speed since the last call."""
+    def training(self, step: int, losses: dict[str, float], numbers: dict[str, float]):
+        """The losses and other numbers of a step, with the speed since the last call."""
         seconds = (time.perf_counter() - self.last_time) / (step - self.step)
         self.last_time, self.step = time.perf_counter(), step
         speed, steps_left = self.tokens_per_step / seconds, self.config.max_iters - step
@@ -64,12 +64,13 @@ class Report:
         if mfu := flops_utilisation(one_gpu, self.n_parameters, self.processes.gpu):
             numbers["mfu"] = mfu
             pace += f", MFU {100 * mfu:.0f} %"
-        self.log(step=step, **numbers)
+        self.log(step=step, **losses | numbers)
+        named = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
         self.bar.update(step - self.bar.n)
-        self.bar.set_postfix_str(f"loss {numbers['loss']:.3f}, {pace}")
+        self.bar.set_postfix_str(f"{named}, {pace}")
         if self.plain and (step % (10 * self.config.log_interval) == 0 or steps_left == 0):
             print(
-                f"step {step}/{self.config.max_iters}: loss {numbers['loss']:.3f}, "
+                f"step {step}/{self.config.max_iters}: {named}, "
                 f"lr {numbers['lr']:.2e}, norm {numbers['norm']:.2f}, {1000 * seconds:.0f} ms, "
                 f"{pace}, {seconds * steps_left:.0f} s left",
                 flush=True,
@@ -101,7 +102,7 @@ class Report:
         else:
             seconds = time.perf_counter() - self.started
             print(f"{seconds:.0f} s; next: python sample.py {self.config.out_dir}")
-        if self.config.wandb and self.processes.first:
+        if self.config.wandb and self.processes.is_main:
             sys.modules["wandb"].finish()
 
 
@@ -116,9 +117,9 @@ def print_evaluation(name: str, data: Dataset, nats: float, bits_per_byte: float
 
 def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]:
     """Two lines from the model, as a taste of where it is."""
-    if not (processes.first or processes.sharded):  # shards need all processes
+    if not (processes.is_main or processes.sharded):  # shards need all processes
         return []
-    device = model.drawable.device
+    device = model.valid_tokens.device
     generator = torch.Generator(device).manual_seed(seed)
     idx = torch.tensor([[start_token(tokenizer)]], device=device)
     model.eval()

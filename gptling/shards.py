@@ -47,7 +47,7 @@ NOTHING = {"documents": 0, "characters": 0, "train": 0, "val": 0}  # bytes of te
 
 
 @dataclass
-class Place:
+class CorpusPosition:
     """How far a corpus is read: so many pieces of a source, and what is counted of it."""
 
     source: int = 0
@@ -57,8 +57,8 @@ class Place:
 
 
 def split_documents(
-    sources: Sequence[Source], first_sizes: Sequence[int], start: Place
-) -> Iterator[tuple[Place, str, str]]:
+    sources: Sequence[Source], first_sizes: Sequence[int], start: CorpusPosition
+) -> Iterator[tuple[CorpusPosition, str, str]]:
     """(place behind it, "train" or "val", text) for the pieces of the corpus behind `start`, in
     order; an empty text where a document ends there."""
     source, pieces, before, count = start.source, 0, start.before, dict(start.before)
@@ -73,7 +73,7 @@ def split_documents(
             count["characters"] += len(text)
             count[split] += n_bytes
             if (source, pieces) > (start.source, start.pieces):
-                yield Place(source, pieces, before, dict(count)), split, text
+                yield CorpusPosition(source, pieces, before, dict(count)), split, text
 
 
 def _split_pieces(pieces, part):
@@ -94,19 +94,19 @@ def _split_pieces(pieces, part):
 
 
 def encode_on_all_cores(
-    encoding: tiktoken.Encoding, texts: Iterable[tuple[Any, str]]
+    tokenizer: tiktoken.Encoding, texts: Iterable[tuple[Any, str]]
 ) -> Iterator[tuple[Any, np.ndarray]]:
     """(key, ids (n,) uint32) for each (key, text), in order; a bounded amount of text is under way.
     By threads, for tiktoken lets go of the interpreter; in groups, for texts may be short."""
     local = threading.local()
 
     def work(group):
-        if not hasattr(local, "encode"):  # an encoding that two threads use is a quarter slower
+        if not hasattr(local, "encode"):  # a tokenizer that two threads use is a quarter slower
             local.encode = tiktoken.Encoding(
-                encoding.name,
-                pat_str=getattr(encoding, "engine_pattern", encoding._pat_str),
-                mergeable_ranks=encoding._mergeable_ranks,
-                special_tokens=encoding._special_tokens,  # without any tiktoken is a third slower
+                tokenizer.name,
+                pat_str=getattr(tokenizer, "engine_pattern", tokenizer._pat_str),
+                mergeable_ranks=tokenizer._mergeable_ranks,
+                special_tokens=tokenizer._special_tokens,  # without any tiktoken is a third slower
             ).encode_to_numpy
         return [(key, local.encode(text, disallowed_special=())) for key, text in group]
 

@@ -23,12 +23,12 @@ class Sample:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""  # text that a stop text may begin with
 
-    def add(self, token: int, encoding: tiktoken.Encoding):
+    def add(self, token: int, tokenizer: tiktoken.Encoding):
         """The next token; nothing after the end."""
         if not self.ended:
             self.ids.append(token)
-            end = token in encoding._special_tokens.values()
-            self.feed(b"" if end else encoding.decode_single_token_bytes(token), final=end)
+            end = token in tokenizer._special_tokens.values()
+            self.feed(b"" if end else tokenizer.decode_single_token_bytes(token), final=end)
 
     def feed(self, raw: bytes, final: bool = False):
         """The next bytes, of which what is certain is to be printed; with `final`, all there is."""

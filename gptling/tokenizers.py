@@ -1,8 +1,8 @@
 """Tokenizers: each is a tiktoken.Encoding, stored as Hugging Face's tokenizer.json.
 
-    encoding = build_tokenizer("char", ["some text"])
-    ids = encode(encoding, "text")                    # numpy array of uint32
-    encoding.decode(list(ids))                        # "text"
+    tokenizer = build_tokenizer("char", ["some text"])
+    ids = encode(tokenizer, "text")                    # numpy array of uint32
+    tokenizer.decode(list(ids))                        # "text"
 
 A new kind of tokenizer is a function and an entry in TOKENIZERS.
 References: https://github.com/openai/tiktoken, https://huggingface.co/docs/tokenizers, and
@@ -48,12 +48,12 @@ def make_char(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
     for text in texts:
         occurs[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
     tokens = [chr(code).encode() for code in np.flatnonzero(occurs)]
-    return _encoding("char", ANY_CHARACTER, tokens, end_of_text)
+    return _tokenizer("char", ANY_CHARACTER, tokens, end_of_text)
 
 
 def make_byte(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
     """A token for each byte of UTF-8."""
-    return _encoding("byte", ANY_CHARACTER, [bytes([i]) for i in range(256)], end_of_text)
+    return _tokenizer("byte", ANY_CHARACTER, [bytes([i]) for i in range(256)], end_of_text)
 
 
 def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
@@ -68,7 +68,7 @@ def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktok
     if len(ranks) < vocab_size - 1:
         used_up = f"this text is used up at {len(ranks) + 1}"
         raise UserError(f"--vocab_size={vocab_size}: {used_up}: give that or less, or more text")
-    return _encoding("bpe", BPE_PATTERN, sorted(ranks, key=ranks.get), end_of_text=True)
+    return _tokenizer("bpe", BPE_PATTERN, sorted(ranks, key=ranks.get), end_of_text=True)
 
 
 TOKENIZERS = {"char": make_char, "byte": make_byte, "bpe": make_bpe}
@@ -82,7 +82,7 @@ def check_vocab_size(kind: str, vocab_size: int):
         raise ValueError(f"--vocab_size={vocab_size}: from 257 (bytes, end-of-text) to 1,000,000")
 
 
-def _encoding(name, pattern, tokens, end_of_text):
+def _tokenizer(name, pattern, tokens, end_of_text):
     ranks = {token: i for i, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
@@ -111,10 +111,10 @@ def build_tokenizer(
     if kind in TOKENIZERS:
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
     if Path(kind, "tokenizer.json").is_file():
-        encoding = load_tokenizer(kind)
-        if not has_all_bytes(encoding):
+        tokenizer = load_tokenizer(kind)
+        if not has_all_bytes(tokenizer):
             raise UserError(f"tokenizer {kind!r} does not know every text: give one of bytes")
-        return encoding
+        return tokenizer
     names = [*TOKENIZERS, *sorted(tiktoken.list_encoding_names())]
     if kind not in names:
         raise UserError(f"unknown tokenizer {kind!r}: there are {', '.join(names)}")
@@ -125,15 +125,15 @@ def build_tokenizer(
         raise UserError(f"tokenizer {kind!r} {words}") from None
 
 
-def has_all_bytes(encoding: tiktoken.Encoding) -> bool:
+def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
     """Whether a tokenizer can encode every text."""
-    return all(bytes([byte]) in encoding._mergeable_ranks for byte in range(256))
+    return all(bytes([byte]) in tokenizer._mergeable_ranks for byte in range(256))
 
 
-def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
+def encode(tokenizer: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
     """Token ids, (n,) uint32; special tokens in the text are plain text. Raises UserError for a
     character that the tokenizer lacks: tiktoken itself would abort."""
-    ranks = encoding._mergeable_ranks
+    ranks = tokenizer._mergeable_ranks
     for character in sorted(set(text)):
         if 0xD800 <= ord(character) <= 0xDFFF:
             raise UserError(f"{what} is not valid UTF-8")
@@ -144,43 +144,43 @@ def encode(encoding: tiktoken.Encoding, text: str, what: str = "the text") -> np
             what += f", line {line}, column {column}: the tokenizer does not know the character"
             raise UserError(f"{what} {character!r} (U+{ord(character):04X})")
     try:
-        return encoding.encode_to_numpy(text, disallowed_special=())
+        return tokenizer.encode_to_numpy(text, disallowed_special=())
     except ValueError as error:  # a pattern that goes back and forth too often
         raise UserError(f"{what}: the tokenizer gives up: {error}") from None
 
 
-def start_token(encoding: tiktoken.Encoding) -> int:
+def start_token(tokenizer: tiktoken.Encoding) -> int:
     """What a text without a prompt starts from: end-of-text, or a newline, or the first token."""
-    if END_OF_TEXT in encoding.special_tokens_set:
-        return encoding.eot_token
-    return encoding._mergeable_ranks.get(b"\n", 0)
+    if END_OF_TEXT in tokenizer.special_tokens_set:
+        return tokenizer.eot_token
+    return tokenizer._mergeable_ranks.get(b"\n", 0)
 
 
-def bytes_per_token(encoding: tiktoken.Encoding) -> np.ndarray:
+def bytes_per_token(tokenizer: tiktoken.Encoding) -> np.ndarray:
     """How many bytes of text each id stands for, (n_vocab,); 0 for special tokens and gaps."""
-    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
-    for token, rank in encoding._mergeable_ranks.items():
+    lengths = np.zeros(tokenizer.n_vocab, dtype=np.int64)
+    for token, rank in tokenizer._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths
 
 
-def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
+def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
     """The text of a tokenizer.json that Hugging Face's tokenizers and load_tokenizer read alike.
     Raises UserError for a tokenizer that cannot be expressed there."""
-    if encoding._pat_str != ANY_CHARACTER and not has_all_bytes(encoding):
-        raise UserError(f"tokenizer {encoding.name!r}: only one of characters may lack bytes")
-    ranks = encoding._mergeable_ranks
+    if tokenizer._pat_str != ANY_CHARACTER and not has_all_bytes(tokenizer):
+        raise UserError(f"tokenizer {tokenizer.name!r}: only one of characters may lack bytes")
+    ranks = tokenizer._mergeable_ranks
     letters = {token: token.decode("latin-1").translate(BYTE_TO_LETTER) for token in ranks}
     parts = (_last_parts(ranks, token) for token in sorted(ranks, key=ranks.get))
     pairs = ([letters.get(part) for part in last] for last in parts if len(last) == 2)
     # {1,3}+ is possessive for tiktoken and a repetition for Hugging Face's engine. Nothing follows
     # it in an alternative, so that without the + both mean the same.
-    regex = re.sub(r"(\{\d+,\d+\})\+", r"\1", encoding._pat_str)
+    regex = re.sub(r"(\{\d+,\d+\})\+", r"\1", tokenizer._pat_str)
     split = dict(type="Split", pattern={"Regex": regex}, behavior="Isolated", invert=False)
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     plain = dict(special=True, single_word=False, lstrip=False, rstrip=False, normalized=False)
-    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
-    tokenizer = {
+    special = sorted(tokenizer._special_tokens.items(), key=lambda item: item[1])
+    content = {
         "added_tokens": [{"id": id, "content": content} | plain for content, id in special],
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "decoder": byte_level,
@@ -191,7 +191,7 @@ def tokenizer_to_json(encoding: tiktoken.Encoding) -> str:
             "merges": [pair for pair in pairs if None not in pair],
         },
     }
-    return json.dumps(tokenizer, ensure_ascii=False)
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _last_parts(ranks, token):
@@ -221,10 +221,10 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
             lines = file.with_name("merges.txt").read_text(encoding="utf-8").split("\n")
             merges = [line for line in lines if line and not line.startswith("#version")]
             special = {token: id for token, id in stored.items() if token == END_OF_TEXT}
-            return _checked_encoding(GPT2_PATTERN, special, stored, merges)
+            return _checked_tokenizer(GPT2_PATTERN, special, stored, merges)
         pattern, model = _split_pattern(stored["pre_tokenizer"]), stored["model"]
         special = {token["content"]: token["id"] for token in stored["added_tokens"]}
-        return _checked_encoding(pattern, special, model["vocab"], model["merges"])
+        return _checked_tokenizer(pattern, special, model["vocab"], model["merges"])
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(f"{file}: not a byte-level BPE like prepare.py's: {error!r:.200}") from None
 
@@ -238,7 +238,7 @@ def _split_pattern(pre_tokenizer):
     return split["pattern"]["Regex"]
 
 
-def _checked_encoding(pattern, special, vocab, merges):
+def _checked_tokenizer(pattern, special, vocab, merges):
     ranks = {
         bytes(LETTER_TO_BYTE[letter] for letter in token): id
         for token, id in vocab.items()
@@ -262,8 +262,8 @@ def _checked_encoding(pattern, special, vocab, merges):
         if r"\K" in pattern:
             raise ValueError("its pattern has \\K")
         safe = rf"\G(?:{pattern})(?!\G)|[\s\S]"
-    encoding = tiktoken.Encoding("", pat_str=safe, mergeable_ranks=ranks, special_tokens=special)
-    encoding._pat_str, encoding.engine_pattern = pattern, safe
-    if pattern != ANY_CHARACTER and not has_all_bytes(encoding):
+    tokenizer = tiktoken.Encoding("", pat_str=safe, mergeable_ranks=ranks, special_tokens=special)
+    tokenizer._pat_str, tokenizer.engine_pattern = pattern, safe
+    if pattern != ANY_CHARACTER and not has_all_bytes(tokenizer):
         raise ValueError("it lacks bytes, which only a tokenizer of characters may")
-    return encoding
+    return tokenizer

@@ -179,11 +179,15 @@ DAMAGED = {
     "weights_shape": ("model.safetensors", {"wte.weight": torch.ones(4, 4)}, "wte.weight"),
     "weights_left_over": ("model.safetensors", {"wtf.weight": torch.ones(4, 4)}, "wtf.weight"),
     "weights_missing": ("model.safetensors", {"wte.weight": None}, "wte.weight"),
-    "weights_nan": ("model.safetensors", {"wte.weight": torch.tensor(torch.nan)}, "not numbers"),
+    "weights_nan": (
+        "model.safetensors",
+        {"wte.weight": torch.tensor(torch.nan)},
+        "NaN or infinity",
+    ),
     "weights_infinite": (
         "model.safetensors",
         {"wte.weight": torch.tensor(torch.inf)},
-        "not numbers",
+        "NaN or infinity",
     ),
 }
 MISTAKES += [(f"sample.py damaged/{name}", *words) for name, (_, _, *words) in DAMAGED.items()]

@@ -19,6 +19,7 @@ import torch
 
 from gptling.checkpoints import best_checkpoint
 from gptling.cli import UserError
+from gptling.gpt2_format import load, save
 from gptling.tokenizers import (
     BPE_PATTERN,
     build_tokenizer,
@@ -72,14 +73,14 @@ def small_bpe():
     )
 
 
-def learn(encoding, path, multiple=1):
+def learn(tokenizer, path, multiple=1):
     """Train a tiny model, until its greedy tokens are likelier than the next by what programs
     with other arithmetic differ."""
     torch.manual_seed(0)
-    vocab_size = math.ceil(encoding.n_vocab / multiple) * multiple
+    vocab_size = math.ceil(tokenizer.n_vocab / multiple) * multiple
     sizes = {"block_size": 48, "n_layer": 2, "n_head": 2, "n_embd": 32}
     model = GPT(GPTConfig(vocab_size=vocab_size, bias=multiple == 1, **sizes))
-    ids = torch.from_numpy(encode(encoding, TEXT).astype("int64"))
+    ids = torch.from_numpy(encode(tokenizer, TEXT).astype("int64"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     B, steps = (8, 200) if vocab_size < 1000 else (2, 100)
     for _ in range(steps):
@@ -87,7 +88,7 @@ def learn(encoding, path, multiple=1):
         model(sequences[:, :-1], sequences[:, 1:])[1].backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(path, tokenizer_to_json(encoding))
+    save(model, path, tokenizer_to_json(tokenizer))
 
 
 @pytest.fixture(scope="session")
@@ -95,8 +96,8 @@ def place(tmp_path_factory):
     """A directory with CHECKPOINT: of characters without end-of-text, with a padded vocabulary and
     without biases."""
     directory = tmp_path_factory.mktemp("place")
-    encoding = build_tokenizer("char", set(TEXT), end_of_text=False)
-    learn(encoding, directory / CHECKPOINT, multiple=128)
+    tokenizer = build_tokenizer("char", set(TEXT), end_of_text=False)
+    learn(tokenizer, directory / CHECKPOINT, multiple=128)
     return directory
 
 
@@ -108,8 +109,8 @@ def checkpoint(request, place):
     if name == "gpt2":
         learn(request.getfixturevalue("gpt2_encoding"), path)
     elif name != "mine":
-        encoding = small_bpe() if name == "bpe" else build_tokenizer("byte", [], end_of_text=True)
-        learn(encoding, path)
+        tokenizer = small_bpe() if name == "bpe" else build_tokenizer("byte", [], end_of_text=True)
+        learn(tokenizer, path)
     return path
 
 
@@ -124,10 +125,10 @@ def portable(place):
 
 def greedy(path):
     """Prompt and continuation of our own model: ids, ids and text."""
-    model, encoding = GPT.from_pretrained(path), load_tokenizer(path)
-    ids = encoding.encode_ordinary(PROMPT)
+    model, tokenizer = load(GPT, path), load_tokenizer(path)
+    ids = tokenizer.encode_ordinary(PROMPT)
     new = [token.item() for token in model.generate(torch.tensor([ids]), N, temperature=0)]
-    return ids, new, encoding.decode(ids + new)
+    return ids, new, tokenizer.decode(ids + new)
 
 
 # ---------------------------------------------------------------------------- out
@@ -193,10 +194,10 @@ def test_lm_evaluation_harness_measures_our_bits_per_byte(place):
     (file,) = (place / "results").rglob("results_*.json")
     theirs = json.loads(file.read_text())["results"]["mine"]["bits_per_byte,none"]
     path = place / CHECKPOINT
-    model, encoding = GPT.from_pretrained(path), load_tokenizer(path)
+    model, tokenizer = load(GPT, path), load_tokenizer(path)
     nats = 0.0
     for text in texts:
-        ids = torch.tensor([encoding.encode_ordinary("\n" + text)])
+        ids = torch.tensor([tokenizer.encode_ordinary("\n" + text)])
         nats += model(ids[:, :-1], ids[:, 1:])[1].item() * (ids.size(1) - 1)
     ours = nats / math.log(2) / sum(len(text.encode()) for text in texts)
     assert theirs == pytest.approx(ours, abs=1e-4)
@@ -210,7 +211,7 @@ def test_onnx_gives_our_logits_for_any_batch_and_length(place):
     run_block(block("python", "torch.onnx"), place)
     session = onnxruntime.InferenceSession(place / "mine.onnx", providers=["CPUExecutionProvider"])
     path = place / CHECKPOINT
-    model = GPT.from_pretrained(path)
+    model = load(GPT, path)
     for B, T in ((1, 1), (1, 48), (3, 17)):
         idx = torch.randint(30, (B, T))
         logits = session.run(None, {"idx": idx.numpy()})[0]
@@ -241,12 +242,12 @@ def test_llama_cpp_goes_on_as_we_do(checkpoint, tmp_path):
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["tokens"]
 
-    encoding = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     samples = [TEXT[:300], PROMPT]
     if checkpoint.parent.name != "mine":
         samples += ["It's  12345 x=1;\r\n\n  naïve ½ здра́вствуй \n", "<|endoftext|> \t 'LL don't"]
     for text in samples:
-        ids = encoding.encode_ordinary(text)
+        ids = tokenizer.encode_ordinary(text)
         assert post("/tokenize", content=text, parse_special=False) == ids
     theirs = post("/completion", prompt=PROMPT, n_predict=N, temperature=0, return_tokens=True)
     assert theirs == greedy(checkpoint)[1]
@@ -255,9 +256,9 @@ def test_llama_cpp_goes_on_as_we_do(checkpoint, tmp_path):
 @pytest.mark.slow
 def test_the_recipe_for_llama_cpp_refuses_an_unknown_pattern(tmp_path):
     needs("gguf")
-    encoding, path = small_bpe(), tmp_path / "other"
-    text = tokenizer_to_json(encoding).replace("{1,3}", "{1,2}")
-    GPT(GPTConfig(8, encoding.n_vocab, 1, 1, 8)).save_pretrained(path, text)
+    tokenizer, path = small_bpe(), tmp_path / "other"
+    text = tokenizer_to_json(tokenizer).replace("{1,3}", "{1,2}")
+    save(GPT(GPTConfig(8, tokenizer.n_vocab, 1, 1, 8)), path, text)
     process = run_script("docs/to_gguf.py", path, "other.gguf", cwd=tmp_path)
     assert process.returncode == 1 and process.stderr.count(b"\n") == 1
     assert b"{1,2}" in process.stderr and not (tmp_path / "other.gguf").exists()
@@ -274,10 +275,10 @@ def gpt2_directory(path):
     transformers.GPT2LMHeadModel(config).save_pretrained(path)
 
 
-def write_vocab(encoding, path):
+def write_vocab(tokenizer, path):
     """vocab.json and merges.txt as GPT-2 was published."""
-    model = json.loads(tokenizer_to_json(encoding))["model"]
-    vocab = model["vocab"] | encoding._special_tokens
+    model = json.loads(tokenizer_to_json(tokenizer))["model"]
+    vocab = model["vocab"] | tokenizer._special_tokens
     (path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
     merges = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"]), ""]
     (path / "merges.txt").write_text("\n".join(merges), encoding="utf-8")
@@ -285,12 +286,12 @@ def write_vocab(encoding, path):
 
 def test_vocab_json_and_merges_stand_for_tokenizer_json(tmp_path, gpt2_encoding):
     write_vocab(gpt2_encoding, tmp_path)
-    encoding = load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     theirs = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
     for text in (TEXT[:300], "It's  12345 # naïve\r\n\n  ½ \t", "#version <|endoftext"):
-        assert encoding.encode_ordinary(text) == gpt2_encoding.encode_ordinary(text)
-        assert encoding.encode_ordinary(text) == theirs(text)["input_ids"]
-    assert encoding.eot_token == 50256
+        assert tokenizer.encode_ordinary(text) == gpt2_encoding.encode_ordinary(text)
+        assert tokenizer.encode_ordinary(text) == theirs(text)["input_ids"]
+    assert tokenizer.eot_token == 50256
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(FileNotFoundError, match=r"merges\.txt"):
         load_tokenizer(tmp_path)
@@ -328,6 +329,6 @@ def test_gpt2_is_finetuned_from_where_its_files_were_put(tmp_path, gpt2_encoding
     assert "step 2/2" in output_of("train.py", preset, *small, cwd=tmp_path)
     best = best_checkpoint("out/finetune_gpt2")
     assert load_tokenizer(best).n_vocab == load_tokenizer("gpt2").n_vocab == 50257
-    assert GPT.from_pretrained(best).config == GPT.from_pretrained("gpt2").config
+    assert load(GPT, best).config == load(GPT, "gpt2").config
     text = output_of("sample.py", "gpt2", "--prompt=12 green", "--max_new_tokens=9", cwd=tmp_path)
     assert text.startswith("12 green") and len(text) > 20

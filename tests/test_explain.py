@@ -12,6 +12,8 @@ import torch
 
 from gptling.cli import UserError, load
 from gptling.explain import check_page, explain, visible, write_page
+from gptling.gpt2_format import save
+from gptling.pretrained import load_model
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from sample import SampleConfig
@@ -71,7 +73,7 @@ def explained(trained, tmp_path_factory):
     assert text == output_of("sample.py", *common, cwd=trained)
     path = trained / "out" / "mine" / "checkpoint-20"
     ids = load_tokenizer(path).encode_ordinary(text[:-1])
-    return page, GPT.from_pretrained(path), ids
+    return page, load_model(GPT, path), ids
 
 
 def random_model(V, model_class=GPT):
@@ -168,7 +170,7 @@ def test_deep_models_show_fewer_tokens(monkeypatch):
 def test_wide_models_are_explained_as_stored(tmp_path):
     """sample.py draws from them in bfloat16 and in oneDNN's layouts."""
     model = GPT(GPTConfig(16, 256, 1, 4, 256)).eval()
-    model.save_pretrained(tmp_path, tokenizer_to_json(BYTES))
+    save(model, tmp_path, tokenizer_to_json(BYTES))
     arguments = [tmp_path, "--prompt=é", "--max_new_tokens=6", "--dtype=bfloat16"]
     page = tmp_path / "page.html"
     text = output_of("sample.py", *arguments, f"--explain={page}", cwd=tmp_path)

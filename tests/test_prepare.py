@@ -184,8 +184,8 @@ def test_a_bpe_is_the_same_for_the_same_text(tmp_path):
     one, two = (tmp_path / "data" / name for name in ("one", "two"))
     for file in one.iterdir():
         assert file.read_bytes() == (two / file.name).read_bytes()
-    encoding = load_tokenizer(one)
-    assert (encoding.n_vocab, encoding.eot_token) == (2000, 1999)
+    tokenizer = load_tokenizer(one)
+    assert (tokenizer.n_vocab, tokenizer.eot_token) == (2000, 1999)
     assert (split_text(one, "train") + split_text(one, "val")).replace(END_OF_TEXT, "") == text
 
 
@@ -274,11 +274,11 @@ def test_a_long_text_is_read_bit_by_bit(tmp_path, monkeypatch):
 def test_texts_encoded_on_all_cores_keep_their_order_whatever_their_length(monkeypatch):
     monkeypatch.setattr(shards, "GROUP", 64)
     monkeypatch.setattr(shards, "UNDER_WAY", 128)
-    encoding = build_tokenizer("char", ["ab\n"])
+    tokenizer = build_tokenizer("char", ["ab\n"])
     texts = [("ab\n"[i % 3]) * (i * 37 % 500) for i in range(600)]
-    encoded = list(encode_on_all_cores(encoding, enumerate(texts)))
+    encoded = list(encode_on_all_cores(tokenizer, enumerate(texts)))
     assert [key for key, _ in encoded] == list(range(600))
-    assert [encoding.decode(ids.tolist()) for _, ids in encoded] == texts
+    assert [tokenizer.decode(ids.tolist()) for _, ids in encoded] == texts
 
 
 def test_a_bounded_amount_of_text_is_under_way(monkeypatch):

@@ -1,20 +1,19 @@
-"""Checkpoints against Hugging Face's transformers, in both directions; what is refused; and what
-became of a changed model.py."""
+"""Checkpoints against Hugging Face's transformers, in both directions, and what is refused."""
 
 import json
 import shutil
-import sys
-import types
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gptling.cli import UserError
+from gptling.gpt2_format import load, save
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, output_of, run_script
+from tests.edits import edited_source
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install -e '.[test]' brings transformers"
@@ -39,13 +38,13 @@ def tokenizer_json():
 @pytest.mark.parametrize("bias", [True, False])
 def test_transformers_reads_our_directory(tmp_path, bias, tokenizer_json):
     model, idx = random_model(bias), torch.randint(28, (3, 16))
-    model.save_pretrained(tmp_path, tokenizer_json)
+    save(model, tmp_path, tokenizer_json)
     other, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
     )
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     torch.testing.assert_close(other(idx).logits, model(idx)[0], rtol=0, atol=1e-5)
-    again = GPT.from_pretrained(tmp_path)
+    again = load(GPT, tmp_path)
     assert again.config == model.config
     assert torch.equal(again(idx)[0], model(idx)[0])
 
@@ -67,7 +66,7 @@ def test_we_read_a_directory_of_transformers(tmp_path, base_only, shards):
 
 
 def test_our_names_are_those_of_the_published_checkpoints(tmp_path):
-    random_model(True).save_pretrained(tmp_path)
+    save(random_model(True), tmp_path)
     ours = load_file(tmp_path / "model.safetensors")
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     theirs = transformers.GPT2LMHeadModel(config).state_dict()
@@ -76,7 +75,7 @@ def test_our_names_are_those_of_the_published_checkpoints(tmp_path):
 
 
 def test_auto_tokenizer_gives_our_ids_and_text(tmp_path, tokenizer_json):
-    random_model(True).save_pretrained(tmp_path, tokenizer_json)
+    save(random_model(True), tmp_path, tokenizer_json)
     auto, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     text = "a bé  中 🙂🙂 cab"
     assert auto(text)["input_ids"] == ours.encode_ordinary(text)
@@ -86,7 +85,7 @@ def test_auto_tokenizer_gives_our_ids_and_text(tmp_path, tokenizer_json):
 
 def test_greedy_text_is_that_of_transformers(tmp_path, tokenizer_json):
     model = random_model(True)
-    model.save_pretrained(tmp_path, tokenizer_json)
+    save(model, tmp_path, tokenizer_json)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     idx = torch.tensor([[1, 2, 3]])
     theirs = other.generate(
@@ -97,7 +96,7 @@ def test_greedy_text_is_that_of_transformers(tmp_path, tokenizer_json):
 
 
 def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
-    random_model(False).save_pretrained(tmp_path)
+    save(random_model(False), tmp_path)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -111,16 +110,16 @@ def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
 
 
 def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(tmp_path):
-    encoding = build_tokenizer("char", ["abcdefgh"], end_of_text=False)
-    random_model(True).save_pretrained(tmp_path, tokenizer_to_json(encoding))
-    for model in (GPT.from_pretrained(tmp_path), load_model(GPT, tmp_path)):
-        assert not model.training and model.drawable.tolist() == [True] * 8 + [False] * 20
+    tokenizer = build_tokenizer("char", ["abcdefgh"], end_of_text=False)
+    save(random_model(True), tmp_path, tokenizer_to_json(tokenizer))
+    for model in (load(GPT, tmp_path), load_model(GPT, tmp_path)):
+        assert not model.training and model.valid_tokens.tolist() == [True] * 8 + [False] * 20
         assert torch.equal(model.h[1].attn.causal_mask, torch.ones(16, 16).tril().bool())
 
 
 def test_the_scripts_draw_no_random_numbers_for_what_they_load(tmp_path):
     model, idx = random_model(True), torch.randint(28, (3, 16))
-    model.save_pretrained(tmp_path)
+    save(model, tmp_path)
     before = torch.get_rng_state()
     loaded = load_model(GPT, tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
@@ -137,7 +136,7 @@ def hub_cache(directory, name, monkeypatch):
     from huggingface_hub import constants
 
     snapshot = directory / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
-    random_model(True).save_pretrained(snapshot)
+    save(random_model(True), snapshot)
     refs = snapshot.parent.parent / "refs"
     refs.mkdir()
     (refs / "main").write_text("abc")
@@ -154,7 +153,7 @@ def test_a_gpt2_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
     remedy = "gpt2-medium: cannot be downloaded .*into a directory gpt2-medium"
     with pytest.raises(UserError, match=remedy):
         load_model(GPT, "gpt2-medium")
-    random_model(True).save_pretrained("gpt2-medium")
+    save(random_model(True), "gpt2-medium")
     assert find_checkpoint("gpt2-medium").as_posix() == "gpt2-medium", "where the remedy puts it"
 
 
@@ -175,7 +174,7 @@ def test_no_other_name_is_looked_up_on_the_hub(tmp_path, monkeypatch):
 
 def test_without_a_checkpoint_an_error_says_what_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        GPT.from_pretrained(tmp_path)
+        load(GPT, tmp_path)
     with pytest.raises(UserError, match="no checkpoint there"):
         load_model(GPT, tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -266,11 +265,11 @@ def test_a_pickle_is_not_opened_and_its_remedy_works(tmp_path):
     ],
 )
 def test_a_config_that_the_weights_do_not_fit_is_refused(tmp_path, changes, named):
-    random_model(True).save_pretrained(tmp_path)
+    save(random_model(True), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=named):
-        GPT.from_pretrained(tmp_path)
+        load(GPT, tmp_path)
     with pytest.raises(UserError, match=named) as raised:
         load_model(GPT, tmp_path)
     assert "\n" not in str(raised.value)
@@ -291,137 +290,27 @@ def test_a_config_that_the_weights_do_not_fit_is_refused(tmp_path, changes, name
     ],
 )
 def test_a_tensor_that_is_missing_left_over_or_of_another_shape_is_named(tmp_path, name, tensor):
-    random_model(True).save_pretrained(tmp_path)
+    save(random_model(True), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | {name: tensor}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=name.removeprefix("transformer.")):
-        GPT.from_pretrained(tmp_path)
+        load(GPT, tmp_path)
 
 
 def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
     model, idx = random_model(False), torch.randint(28, (3, 16))
-    model.save_pretrained(tmp_path)
+    save(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     for i in range(2):
         tensors[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
         tensors[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, tmp_path / "model.safetensors")
-    assert torch.equal(GPT.from_pretrained(tmp_path)(idx)[0], model(idx)[0])
+    assert torch.equal(load(GPT, tmp_path)(idx)[0], model(idx)[0])
 
 
 # ---------------------------------------------------------------------------- a changed model.py
-
-SOURCE = (ROOT / "model.py").read_text(encoding="utf-8")
-CHANGES = {
-    "norms without weights": [
-        ("nn.LayerNorm(C, bias=bias)", "nn.LayerNorm(C, elementwise_affine=False)"),
-        ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.Identity()"),
-    ],
-    "RMSNorm": [
-        ("nn.LayerNorm(C, bias=bias)", "nn.RMSNorm(C)"),
-        ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.RMSNorm(config.n_embd)"),
-    ],
-    "wider MLP": [("4 * config.n_embd", "5 * config.n_embd")],
-    "MLP of another name": [("self.c_fc", "self.w_in")],
-    "no positions": [(" + self.wpe(positions)", ""), ("        self.wpe = ", "        # ")],
-    "new field": [
-        (
-            "    bias: bool = True",
-            "    logit_scale: float = 2.5  # of logits\n    bias: bool = True",
-        ),
-        ("return self.lm_head(x), None", "return self.config.logit_scale * self.lm_head(x), None"),
-    ],
-    "a buffer that is stored": [
-        (
-            "        self.init_weights()\n",
-            "        self.register_buffer('gain', torch.ones(2))\n        self.init_weights()\n",
-        ),
-        ("return self.lm_head(x), None", "return 2.5 * self.gain[0] * self.lm_head(x), None"),
-    ],
-    "a buffer that is not stored": [
-        (
-            "        self.init_weights()\n",
-            "        gain = nn.init.constant_(torch.empty(2), 2.5)\n"
-            "        self.register_buffer('gain', gain, persistent=False)\n"
-            "        self.init_weights()\n",
-        ),
-        ("return self.lm_head(x), None", "return self.gain[0] * self.lm_head(x), None"),
-        ('ARCHITECTURE = "gpt2"', 'ARCHITECTURE = "mine"'),
-    ],
-    "ReLU": [
-        ('F.gelu(self.c_fc(x), approximate="tanh")', "F.relu(self.c_fc(x))"),
-        ('ARCHITECTURE = "gpt2"', 'ARCHITECTURE = "mine"'),
-    ],
-}
-
-
-def changed_source(*names):
-    source = SOURCE
-    for old, new in (change for name in names for change in CHANGES[name]):
-        assert old in source, f"model.py no longer has {old}"
-        source = source.replace(old, new)
-    return source
-
-
-@pytest.fixture(params=CHANGES)
-def changed(request):
-    """The module that a model.py changed by text is."""
-    module = types.ModuleType("changed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "changed", module)  # where dataclasses look
-        exec(changed_source(request.param), module.__dict__)
-        yield module
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_changed_architecture_loads_itself_and_is_taken_for_no_gpt2(tmp_path, changed, bias):
-    torch.manual_seed(0)
-    sizes = {"block_size": 16, "vocab_size": 28, "n_layer": 2, "n_head": 2, "n_embd": 32}
-    config = changed.GPTConfig(**sizes, bias=bias)
-    if hasattr(config, "logit_scale"):
-        config.logit_scale = 3.5
-    model, idx = changed.GPT(config).eval(), torch.randint(28, (3, 16))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path)
-    for again in (changed.GPT.from_pretrained(tmp_path), load_model(changed.GPT, tmp_path)):
-        assert again.config == model.config and torch.equal(again(idx)[0], model(idx)[0])
-        weights, same = model.state_dict(), again.state_dict()
-        assert weights.keys() == same.keys() and all(torch.equal(weights[k], same[k]) for k in same)
-
-    kind = "mine" if changed.ARCHITECTURE == "mine" else "gptling"
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["model_type"] == kind and "GPT2LMHeadModel" not in stored["architectures"]
-    with pytest.raises(UserError, match=f"model_type is '{kind}'") as raised:
-        load_model(GPT, tmp_path)
-    assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match=kind):
-        transformers.AutoConfig.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=kind):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-
-    gpt2_directory(tmp_path / "gpt2")
-    random_model(True).save_pretrained(tmp_path / "ours")
-    for path in ("gpt2", "ours"):
-        with pytest.raises(UserError, match="model_type is 'gpt2'"):
-            load_model(changed.GPT, tmp_path / path)
-
-
-def test_a_field_that_model_py_lacks_is_named(tmp_path):
-    """Both are "gptling": another change than the one that made the checkpoint."""
-    config = {"block_size": 16, "vocab_size": 28, "n_layer": 1, "n_head": 2, "n_embd": 8}
-    modules = []
-    for name in ("new field", "wider MLP"):
-        module = types.ModuleType(f"changed_{len(modules)}")
-        sys.modules[module.__name__] = module  # where dataclasses look
-        exec(changed_source(name), module.__dict__)
-        modules.append(module)
-    one, other = modules
-    one.GPT(one.GPTConfig(**config)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="it has logit_scale, which GPTConfig has not"):
-        other.GPT.from_pretrained(tmp_path)
 
 
 @pytest.mark.slow
@@ -431,18 +320,19 @@ def test_a_changed_model_py_trains_resumes_and_samples(tmp_path):
         shutil.copy(ROOT / file, tmp_path)
     for folder in ("gptling", "config"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    source = changed_source("new field", "no positions", "RMSNorm")
+    source = edited_source("a scale of the logits, as a field", "no positions", "RMSNorm")
     (tmp_path / "model.py").write_text(source, encoding="utf-8")
     (tmp_path / "mine.txt").write_text("".join(f"{n} green bottles\n" for n in range(500)))
     alone = {"cwd": tmp_path, "PYTHONPATH": ""}
     output_of(tmp_path / "prepare.py", "mine.txt", **alone)
-    output_of(tmp_path / "train.py", "--dataset=mine", "--logit_scale=3.5", *TINY, **alone)
+    output = output_of(tmp_path / "train.py", "--dataset=mine", "--logit_scale=3.5", *TINY, **alone)
+    assert output.count("checkpoints are for this model.py alone (model_type gptling): ") == 1
     resume = [tmp_path / "train.py", "--out_dir=out/mine", "--resume"]
     output_of(*resume, "--max_iters=30", **alone)
     stored = json.loads((tmp_path / "out/mine/checkpoint-30/config.json").read_text())
     assert stored["model_type"] == "gptling" and stored["logit_scale"] == 3.5
     process = run_script(*resume, "--max_iters=40", "--logit_scale=1.5", **alone)
-    assert process.returncode == 1 and b"--logit_scale=1.5: the run has 3.5" in process.stderr
+    assert process.returncode == 1 and b"logit_scale=1.5, where it has 3.5" in process.stderr
     text = output_of(tmp_path / "sample.py", "--prompt=12 gr", **alone)
     assert text.startswith("12 gr") and len(text) > 100
 
@@ -451,6 +341,7 @@ def test_a_changed_model_py_trains_resumes_and_samples(tmp_path):
 
 ALONE = """
 import torch
+from gpt2_format import load, save
 from model import GPT, GPTConfig
 
 torch.manual_seed(0)
@@ -467,8 +358,8 @@ for _ in range(3):
 assert losses[2] < losses[0]
 model.eval()
 tokens = [t.item() for t in model.generate(idx[:1, :3], 20, temperature=0)]
-model.save_pretrained("saved")
-again = GPT.from_pretrained("saved")
+save(model, "saved")
+again = load(GPT, "saved")
 assert torch.equal(again(idx[:, :8])[0], model(idx[:, :8])[0])
 assert [t.item() for t in again.generate(idx[:1, :3], 20, temperature=0)] == tokens
 import sys
@@ -477,7 +368,9 @@ print(len(tokens), [name for name in sys.modules if name.startswith("gptling")])
 
 
 def test_model_py_works_when_it_is_copied_away_alone(tmp_path):
+    """With gpt2_format.py for checkpoints, which has no import of ours either."""
     shutil.copy(ROOT / "model.py", tmp_path)
+    shutil.copy(ROOT / "gptling" / "gpt2_format.py", tmp_path)
     (tmp_path / "alone.py").write_text(ALONE)
     assert output_of(tmp_path / "alone.py", cwd=tmp_path, PYTHONPATH="") == "20 []\n"
 

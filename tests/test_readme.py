@@ -97,6 +97,7 @@ def test_python_runs(code, trained, tmp_path):
     if "transformers" in code:
         pytest.importorskip("transformers", reason="pip install -e '.[test]' brings transformers")
     code = re.sub(r"out/\w+/checkpoint-\d+", "out/mine/checkpoint-20", code)
+    code = code.replace("out/quickstart", "out/mine")
     code = code.replace("The import statement", "12 green")
     code = code.replace("max_new_tokens=40", "max_new_tokens=8")  # transformers has no window rule
     (tmp_path / "block.py").write_text(code, encoding="utf-8")
@@ -110,7 +111,7 @@ def test_the_line_behind_a_checkpoint_is_replayed(trained, tmp_path):
     more = ["--out_dir=out/mine", "--resume", "--max_iters=21"]
     output_of("train.py", *more, cwd=tmp_path)
     last = json.loads((tmp_path / "out/mine/log.jsonl").read_text().splitlines()[-2])
-    code = next(code for page, code in PYTHON if "token_losses" in code)
+    code = next(code for page, code in PYTHON if "model.losses" in code)
     code = code.replace("out/my/checkpoint-525", "out/mine/checkpoint-20").replace("530", "21")
     (tmp_path / "block.py").write_text(code, encoding="utf-8")
     with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()):

@@ -24,7 +24,7 @@ from gptling.checkpoints import (
 )
 from gptling.cli import UserError
 from gptling.files import lock_directory
-from gptling.optim import load_state, whole_state
+from gptling.optim import full_state, load_state
 from gptling.processes import Processes
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, output_of, run_script
@@ -300,7 +300,7 @@ def test_the_state_of_any_optimizer_goes_on_where_it_was(optimizer):
                 optimizers = fresh
             if stop and step == 2:
                 for old, new in zip(optimizers, fresh, strict=True):
-                    load_state(new, whole_state(old))
+                    load_state(new, full_state(old))
                 optimizers = fresh
             model(idx, idx)[1].backward()
             for each in optimizers:
@@ -317,7 +317,7 @@ def test_the_state_of_other_parameters_is_refused():
     [adamw] = configure_optimizers(model, TrainConfig())
     adamw.step()
     with pytest.raises(ValueError, match="parameters"):
-        load_state(adamw, whole_state(adamw) | {99: {}})
+        load_state(adamw, full_state(adamw) | {99: {}})
 
 
 def test_a_log_that_a_crash_cut_off_goes_on_whole(tmp_path):
@@ -353,17 +353,14 @@ def test_a_lock_is_for_one(tmp_path):
     lock_directory(tmp_path).release()
 
 
-def test_a_checkpoint_of_format_1_goes_on_as_one_of_today(trained, finished):
+def test_a_checkpoint_of_format_1_is_refused_in_one_line(finished):
     """As train.py wrote training_state.pt before November 2026."""
     run = finished / "out" / "mine"
     shutil.rmtree(run / "checkpoint-20")
     file = run / "checkpoint-10" / "training_state.pt"
-    state = torch.load(file, weights_only=True)
-    progress = state.pop("progress")
-    state |= {"recent": progress.pop("loss_sum"), "recent_steps": progress.pop("loss_steps")}
-    torch.save(state | progress | {"format": 1}, file)
+    torch.save(torch.load(file, weights_only=True) | {"format": 1}, file)
     sums = json.loads((file.parent / "checksums.json").read_text())
     sums[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
     (file.parent / "checksums.json").write_text(json.dumps(sums))
-    output_of("train.py", "--out_dir=out/mine", "--resume", cwd=finished)
-    assert_equal_runs(trained / "out" / "mine", run, 20)
+    process = run_script("train.py", "--out_dir=out/mine", "--resume", cwd=finished)
+    assert process.returncode == 1 and b"of format 1, not 2" in process.stderr

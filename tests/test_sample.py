@@ -9,12 +9,14 @@ import weakref
 import pytest
 import torch
 
+from gptling import decoding
 from gptling.cli import UserError, load
-from gptling.decoding import speed_up
+from gptling.decoding import CheckedStep, speed_up
+from gptling.gpt2_format import save
 from gptling.pretrained import find_checkpoint
 from gptling.streaming import Sample
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
-from model import GPT, GPTConfig, KVCache
+from model import GPT, GPTConfig
 from sample import SampleConfig
 from tests.changed_model import ChangedGPT
 from tests.conftest import output_of, run_here, run_script
@@ -27,7 +29,7 @@ def byte_model(tmp_path_factory):
     model = GPT(GPTConfig(16, 256, 1, 1, 4))
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    model.save_pretrained(directory, tokenizer_to_json(build_tokenizer("byte", [], False)))
+    save(model, directory, tokenizer_to_json(build_tokenizer("byte", [], False)))
     return directory
 
 
@@ -141,7 +143,7 @@ def letters(tmp_path, monkeypatch):
     """A directory with a checkpoint of NextLetter, of six letters and end-of-text after them."""
     tokenizer = tokenizer_to_json(build_tokenizer("char", ["abcdef"], end_of_text=True))
     monkeypatch.setattr("sample.GPT", NextLetter)
-    NextLetter(GPTConfig(16, 7, 1, 1, 4)).save_pretrained(tmp_path, tokenizer)
+    save(NextLetter(GPTConfig(16, 7, 1, 1, 4)), tmp_path, tokenizer)
     return tmp_path
 
 
@@ -168,7 +170,7 @@ def test_logits_that_are_not_numbers_are_one_line(letters, monkeypatch):
     for temperature in (0, 0.8):
         process = run_here("sample.py", letters, f"--temperature={temperature}", cwd=letters)
         error = process.stderr.decode().splitlines()[-1]
-        assert process.returncode == 1 and "not numbers" in error and "--dtype" in error
+        assert process.returncode == 1 and "NaN or infinity" in error and "--dtype" in error
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to")])
@@ -219,7 +221,7 @@ def test_a_changed_model_samples_as_gpt_does(trained, tmp_path, monkeypatch):
     tokenizer = (trained / "out" / "mine" / "checkpoint-20" / "tokenizer.json").read_text()
     V = 1 + max(json.loads(tokenizer)["model"]["vocab"].values())
     model = random_model(ChangedGPT, block_size=16, vocab_size=V, n_embd=16)
-    model.save_pretrained(tmp_path, tokenizer)
+    save(model, tmp_path, tokenizer)
     monkeypatch.setattr("sample.GPT", ChangedGPT)
 
     def text(*arguments):
@@ -251,27 +253,29 @@ def random_model(model_class, **sizes):
 
 def steps(model, idx, mask=None):
     """Logits (n, B, V) after a prompt of 8 and each token after it, by generate's way of a step."""
-    step = model.next_logits
-    cache = [KVCache(model.cache_dtype) for _ in model.h]
-    logits = []
+    cache, logits = model.new_cache(), []
     with torch.inference_mode():
         for start, end in [(0, 8), *((T, T + 1) for T in range(8, idx.size(1)))]:
             padding_mask = None if mask is None else mask[:, :end].clone()
-            logits.append(step(idx[:, start:end], padding_mask, cache))
+            logits.append(model.next_logits(idx[:, start:end], padding_mask, cache))
     return torch.stack(logits)
 
 
 def check_speed_up(model, padded, **options):
-    """speed_up changes no logits but for rounding, of one row or of a padded batch."""
+    """speed_up changes no logits but for rounding, of one row or of a padded batch, and the model
+    itself not at all. Returns the fast model."""
     idx = torch.randint(97, (2 if padded else 1, 12))
     mask = torch.arange(12) >= torch.tensor([[0], [3]]) if padded else None
     expected = steps(model, idx, mask)
     if options:
         torch.compiler.reset()  # what other tests have compiled counts towards a limit
-    speed_up(model, **options)
+    fast = speed_up(model, **options)
     tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 0.05
     atol = tolerance * expected.abs().max().item()
-    torch.testing.assert_close(steps(model, idx, mask), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(steps(fast, idx, mask), expected, rtol=0, atol=atol)
+    assert type(fast.next_logits) is not CheckedStep, "it has been compared, and is the fast one"
+    assert torch.equal(steps(model, idx, mask), expected)
+    return fast
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -307,7 +311,9 @@ def test_compiling_changes_no_logits_but_for_rounding(model_class, dtype, padded
 def test_compiling_a_block_of_a_wide_model_changes_no_logits(dtype, native, monkeypatch, capfd):
     """One compilation for all blocks, two for the output layer, whose row is the last of many or
     stands alone; also in bfloat16 where products are in float32."""
-    monkeypatch.setattr("gptling.decoding.has_products", lambda dtype: native or dtype.itemsize > 2)
+    monkeypatch.setattr(
+        "gptling.decoding.has_fast_matmul", lambda dtype: native or dtype.itemsize > 2
+    )
     check_speed_up(random_model(GPT, n_embd=256).to(dtype), False, compile=True)
     assert capfd.readouterr().err.count("compiled in") <= 3
 
@@ -332,8 +338,8 @@ def test_models_that_differ_in_a_number_alone_are_compiled_each(monkeypatch):
         model = random_model(GPT)
         model.ln_f.eps = eps
         expected = steps(model, idx, None)
-        speed_up(model, compile=True)
-        torch.testing.assert_close(steps(model, idx, None), expected, rtol=1e-4, atol=1e-5)
+        fast = speed_up(model, compile=True)
+        torch.testing.assert_close(steps(fast, idx, None), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_class", [GPT, ChangedGPT])
@@ -344,17 +350,17 @@ def test_blocks_of_a_wide_model_are_compiled_each_and_stay_what_they_are(
     """Blocks that differ, too, and without instructions for 16 bits; and a call without a cache
     keeps its mask."""
     monkeypatch.setattr("torch.compile", compile_by("eager"))
-    monkeypatch.setattr("gptling.decoding.has_products", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr("gptling.decoding.has_fast_matmul", lambda dtype: dtype == torch.float32)
     model = random_model(model_class, n_embd=256, n_layer=3).to(dtype)
     model.h[1] = random_model(model_class, n_embd=256, n_layer=1, n_head=4).to(dtype).h[0]
     idx, mask = torch.randint(97, (2, 12)), torch.arange(12) >= torch.tensor([[0], [3]])
     expected, _ = model(idx, padding_mask=mask)
-    check_speed_up(model, True, compile=True)
+    fast = check_speed_up(model, True, compile=True)
     tolerance = 1e-4 if dtype == torch.float32 else 0.05
     atol = tolerance * expected.abs().max().item()
-    torch.testing.assert_close(model(idx, padding_mask=mask)[0], expected, rtol=0, atol=atol)
+    torch.testing.assert_close(fast(idx, padding_mask=mask)[0], expected, rtol=0, atol=atol)
     one = torch.randint(97, (1, 1))
-    assert model(one)[0].shape == (1, 1, 97)
+    assert fast(one)[0].shape == (1, 1, 97)
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -375,12 +381,13 @@ def test_a_compiler_that_fails_is_one_line(monkeypatch):
         check_speed_up(random_model(GPT), False, compile=True)
 
 
-def test_weights_of_replaced_layers_are_let_go():
+def test_weights_of_replaced_layers_are_let_go_after_the_first_steps():
     model = random_model(GPT, n_embd=256)
     layers = [module for module in model.modules() if type(module) is torch.nn.Linear]
     weights = [weakref.ref(layer.weight) for layer in layers if layer is not model.lm_head]
     del layers
-    speed_up(model)
+    model = speed_up(model)
+    steps(model, torch.randint(97, (1, 12)))
     gc.collect()
     gone = [weight() is None for weight in weights]
     assert all(gone) or not torch.backends.mkldnn.is_available()
@@ -393,8 +400,50 @@ def test_layers_that_are_not_understood_stay_as_they_are():
 
     model = random_model(GPT, n_embd=256)
     model.lm_head = Doubled(256, 97)
-    check_speed_up(model, False)
-    assert type(model.lm_head) is Doubled
+    assert type(check_speed_up(model, False).lm_head) is Doubled
+
+
+@pytest.mark.parametrize("wrong", ["prompt", "token", "compiled token"])
+def test_faster_layers_that_compute_something_else_are_left_out(wrong, monkeypatch, capsys):
+    """From where it shows, in the middle of a text; and the text is that of the plain model."""
+    monkeypatch.setattr("torch.compile", compile_by("eager"))
+    layer = "RowLinear" if "compiled" in wrong else "OneDNNLinear"
+    layer = getattr(decoding, layer)
+    forward = layer.forward
+
+    def other_forward(self, x):
+        rows = x.numel() // x.size(-1)
+        compiled = wrong == "compiled token" and torch.compiler.is_compiling()
+        is_wrong = compiled or (wrong == "prompt") == (rows > 1)
+        return forward(self, x) * (1.1 if is_wrong else 1.0)
+
+    monkeypatch.setattr(layer, "forward", other_forward)
+    monkeypatch.setattr(decoding, "has_fast_matmul", lambda dtype: True)
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    model = random_model(GPT, n_embd=256)
+    idx = torch.randint(97, (1, 8))
+    options = {"temperature": 0.0}
+    expected = torch.cat(list(model.generate(idx, 50, **options)))  # past the window
+    fast = speed_up(model, compile="compiled" in wrong)
+    assert torch.equal(torch.cat(list(fast.generate(idx, 50, **options))), expected)
+    assert capsys.readouterr().err.count("the faster layers give other logits") == 1
+    assert torch.equal(torch.cat(list(fast.generate(idx, 50, **options))), expected)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_hook_that_only_looks_on_is_called(compile, monkeypatch):
+    """It changes no logits, so that no comparison would miss it."""
+    monkeypatch.setattr("torch.compile", compile_by("eager"))
+    model, seen = random_model(GPT, n_embd=256, n_layer=3), {}
+
+    def look(module, arguments, y):
+        seen[y.size(1)] = y.size(2)
+
+    model.h[1].mlp.c_fc.register_forward_hook(look)
+    fast = check_speed_up(model, False, compile=compile)
+    seen.clear()
+    steps(fast, torch.randint(97, (1, 12)))
+    assert seen == {8: 1024, 1: 1024}
 
 
 @pytest.mark.slow

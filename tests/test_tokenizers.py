@@ -77,34 +77,34 @@ def small_bpe(pattern):
     return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
-def agree(encoding, directory, texts):
+def agree(tokenizer, directory, texts):
     """tiktoken, its copy through tokenizer.json and Hugging Face's reading of that file agree."""
-    (directory / "tokenizer.json").write_text(tokenizer_to_json(encoding), encoding="utf-8")
+    (directory / "tokenizer.json").write_text(tokenizer_to_json(tokenizer), encoding="utf-8")
     copy = load_tokenizer(directory)
     other = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    assert copy.n_vocab == encoding.n_vocab == other.get_vocab_size()
+    assert copy.n_vocab == tokenizer.n_vocab == other.get_vocab_size()
     for text in texts:
-        ids = encoding.encode_ordinary(text)
+        ids = tokenizer.encode_ordinary(text)
         assert copy.encode_ordinary(text) == ids
         assert other.encode(text).ids == ids
-        assert encoding.decode(ids) == copy.decode(ids) == other.decode(ids) == text
+        assert tokenizer.decode(ids) == copy.decode(ids) == other.decode(ids) == text
 
 
 @pytest.mark.parametrize("end_of_text", [True, False])
 def test_char_agrees_everywhere(tmp_path, end_of_text):
     alphabet = sorted(set(unicode_alphabet()))
     texts = random_texts(3000, alphabet)
-    encoding = build_tokenizer("char", ["".join(alphabet), *texts], end_of_text=end_of_text)
-    assert encoding.encode_ordinary("".join(alphabet)) == list(range(len(alphabet)))
-    assert encoding.n_vocab == len(alphabet) + end_of_text
-    agree(encoding, tmp_path, [SAMPLES, *texts])
+    tokenizer = build_tokenizer("char", ["".join(alphabet), *texts], end_of_text=end_of_text)
+    assert tokenizer.encode_ordinary("".join(alphabet)) == list(range(len(alphabet)))
+    assert tokenizer.n_vocab == len(alphabet) + end_of_text
+    agree(tokenizer, tmp_path, [SAMPLES, *texts])
 
 
 def test_byte_agrees_everywhere(tmp_path):
-    encoding = build_tokenizer("byte")
+    tokenizer = build_tokenizer("byte")
     texts = [SAMPLES, *random_texts(3000, unicode_alphabet())]
-    assert encoding.encode_ordinary(SAMPLES) == list(SAMPLES.encode())
-    agree(encoding, tmp_path, texts)
+    assert tokenizer.encode_ordinary(SAMPLES) == list(SAMPLES.encode())
+    agree(tokenizer, tmp_path, texts)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -116,14 +116,14 @@ def test_a_bpe_of_ones_own_agrees_everywhere_and_with_its_trainer(tmp_path):
     """5,000 fuzzed strings, on a tokenizer that prepare.py trained."""
     rustbpe = pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
     texts = [SAMPLES, *embedded_corpus().values()]
-    encoding = build_tokenizer("bpe", texts, 1000)
-    assert encoding.n_vocab == 1000 and encoding.eot_token == 999
+    tokenizer = build_tokenizer("bpe", texts, 1000)
+    assert tokenizer.n_vocab == 1000 and tokenizer.eot_token == 999
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(texts), 999, pattern=BPE_PATTERN)
     fuzzed = random_texts(2500, unicode_alphabet()) + random_texts(2500, texts[1] + SAMPLES, seed=1)
-    agree(encoding, tmp_path, fuzzed)
+    agree(tokenizer, tmp_path, fuzzed)
     for text in fuzzed:
-        assert trainer.encode(text) == encoding.encode_ordinary(text)
+        assert trainer.encode(text) == tokenizer.encode_ordinary(text)
 
 
 @pytest.mark.slow
@@ -138,9 +138,9 @@ def test_the_published_form_of_gpt2s_file_is_read(tmp_path, gpt2_encoding):
     tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
     tokenizer["model"]["vocab"][END_OF_TEXT] = 50256
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    encoding = load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     for text in [SAMPLES, *random_texts(1000, unicode_alphabet())]:
-        assert encoding.encode_ordinary(text) == gpt2_encoding.encode_ordinary(text)
+        assert tokenizer.encode_ordinary(text) == gpt2_encoding.encode_ordinary(text)
 
 
 def test_tokens_in_any_order_are_written_so_that_hugging_face_merges_as_tiktoken():
@@ -154,21 +154,21 @@ def test_tokens_in_any_order_are_written_so_that_hugging_face_merges_as_tiktoken
         rng.shuffle(tokens)
         ranks = {token: i for i, token in enumerate(tokens)}
         special = {END_OF_TEXT: len(ranks)}
-        encoding = tiktoken.Encoding(
+        tokenizer = tiktoken.Encoding(
             "any", pat_str=BPE_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
-        other = tokenizers.Tokenizer.from_str(tokenizer_to_json(encoding))
+        other = tokenizers.Tokenizer.from_str(tokenizer_to_json(tokenizer))
         for text in random_texts(60, "abcabcabc ", seed):
-            assert other.encode(text).ids == encoding.encode_ordinary(text), (words, text)
+            assert other.encode(text).ids == tokenizer.encode_ordinary(text), (words, text)
 
 
 def test_a_tokenizer_that_the_file_cannot_express_is_refused():
     ranks = {b"a": 0, b"b": 1, b"ab": 2, b" ": 3}
-    encoding = tiktoken.Encoding(
+    tokenizer = tiktoken.Encoding(
         "mine", pat_str=r"\s|\S+", mergeable_ranks=ranks, special_tokens={}
     )
     with pytest.raises(UserError, match="lack bytes"):
-        tokenizer_to_json(encoding)
+        tokenizer_to_json(tokenizer)
 
 
 def test_a_new_kind_of_tokenizer_is_one_entry_in_the_table(tmp_path, monkeypatch):
@@ -186,12 +186,12 @@ def test_a_new_kind_of_tokenizer_is_one_entry_in_the_table(tmp_path, monkeypatch
     monkeypatch.setitem(kinds.TOKENIZERS, "words", make_words)
     (tmp_path / "a.txt").write_text("to be or not to be that is the question " * 30)
     data = prepare(PrepareConfig(("a.txt",), "words"))
-    encoding = load_tokenizer(data)
-    assert encoding.n_vocab == 256 + len("to be or not that is the question".split())
-    question = [encoding.encode_single_token(word) for word in ("question", " ", "to")]
-    assert encode(encoding, "question to").tolist() == question
+    tokenizer = load_tokenizer(data)
+    assert tokenizer.n_vocab == 256 + len("to be or not that is the question".split())
+    question = [tokenizer.encode_single_token(word) for word in ("question", " ", "to")]
+    assert encode(tokenizer, "question to").tolist() == question
     other = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))
-    assert other.encode("the questions to be").ids == encoding.encode("the questions to be")
+    assert other.encode("the questions to be").ids == tokenizer.encode("the questions to be")
     assert PrepareConfig(("a.txt",), "words", vocab_size=300).vocab_size == 300
 
 
@@ -225,27 +225,27 @@ def test_a_strangers_pattern_loses_no_text_in_threads(tmp_path):
     tokenizer = json.loads(tokenizer_to_json(build_tokenizer("byte")))
     tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "a+"
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    encoding = load_tokenizer(tmp_path)
-    ((_, ids),) = encode_on_all_cores(encoding, [(0, "aa bb")])
-    assert encoding.decode(ids.tolist()) == "aa bb"
+    tokenizer = load_tokenizer(tmp_path)
+    ((_, ids),) = encode_on_all_cores(tokenizer, [(0, "aa bb")])
+    assert tokenizer.decode(ids.tolist()) == "aa bb"
 
 
 def test_bytes_per_token_add_up_to_the_text():
-    encoding = build_tokenizer("char", [SAMPLES])
-    lengths = bytes_per_token(encoding)
-    assert lengths[encode(encoding, SAMPLES)].sum() == len(SAMPLES.encode())
-    assert lengths[encoding.eot_token] == 0
+    tokenizer = build_tokenizer("char", [SAMPLES])
+    lengths = bytes_per_token(tokenizer)
+    assert lengths[encode(tokenizer, SAMPLES)].sum() == len(SAMPLES.encode())
+    assert lengths[tokenizer.eot_token] == 0
 
 
 def test_special_text_is_plain_text():
-    encoding = build_tokenizer("byte")
-    assert encode(encoding, END_OF_TEXT).tolist() == list(END_OF_TEXT.encode())
+    tokenizer = build_tokenizer("byte")
+    assert encode(tokenizer, END_OF_TEXT).tolist() == list(END_OF_TEXT.encode())
 
 
 def test_an_unknown_character_is_named_with_its_place():
-    encoding = build_tokenizer("char", ["ab\n"], end_of_text=False)
+    tokenizer = build_tokenizer("char", ["ab\n"], end_of_text=False)
     with pytest.raises(UserError, match=r"line 2, column 3.*'🙂' \(U\+1F642\)"):
-        encode(encoding, "ab\nab🙂")
+        encode(tokenizer, "ab\nab🙂")
 
 
 def test_empty_prompt_starts_from_end_of_text_or_a_newline():

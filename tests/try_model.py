@@ -4,68 +4,129 @@
     python -m tests.try_model /tmp/try --n_kv_head=2           # with flags for train.py
     python -m tests.try_model /tmp/try -- --tokenizer=words    # and for prepare.py
 
-A tiny model is trained for 16 steps, goes on from the 12th to the same weights, and samples. Then
-no token may see a later one, what --explain shows must be what is computed, and text that is drawn
-with the cache, in chunks, past the window and beside other prompts must be what it is without.
-test_experiments.py runs this for each patch of docs/experiments/.
+A tiny model is trained for 16 steps; stopped at the 9th, or from the evaluation at the 12th, it
+goes on to the same weights, and two processes have the same losses. It samples, and so does one of
+width 256, where sampling takes faster layers and --compile compiles them. Then no token may see a
+later one, what --explain shows must be what is computed, text that is drawn with the cache, in
+chunks, past the window and beside other prompts must be what it is without, and what the checkpoint
+is called must be so. test_experiments.py runs this for each patch of docs/experiments/.
 """
 
+import contextlib
+import io
+import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 import prepare
 import sample
 import train
-from model import GPT, KVCache
+from gptling.explain import logits_and_attention
+from gptling.gpt2_format import gpt2_logits, load
+from model import GPT
 from tests.test_model import generate, greedy_without_cache, padded
 
+ROOT = Path(__file__).parent.parent
 SIZES = "--block_size=32 --n_layer=2 --n_head=4 --n_embd=32 --batch_size=4 --dtype=float32"
-STEPS = "--max_iters=16 --eval_interval=12 --curves=False"
+STEPS = "--max_iters=16 --eval_interval=12 --log_interval=1 --curves=False"
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 TEXT = "".join(f"{n} green bottles hanging on the wall,\n" for n in range(200))
 
 
-def script(module, *arguments):
+def script(module, *arguments, code=0) -> str:
+    """Run a script's main in this process; returns what it wrote to standard error."""
     sys.argv = [f"{module.__name__}.py", *arguments]
-    assert not module.main()
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        assert (module.main() or 0) == code
+    return error.getvalue()
 
 
-def check_scripts(train_flags: list[str], prepare_flags: list[str]) -> Path:
-    """Train, resume and sample; returns the last checkpoint."""
+def check_training(train_flags: list[str], prepare_flags: list[str]) -> Path:
+    """A run that is stopped, or goes on from its evaluation, ends as one that does not, and one of
+    two processes has its losses. Returns the last checkpoint."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     script(prepare, "text.txt", "--overwrite", *prepare_flags)
-    shutil.rmtree("uninterrupted", ignore_errors=True)
+    shutil.rmtree("out", ignore_errors=True)
     flags = ["--dataset=text", *SIZES.split(), *STEPS.split(), *train_flags]
-    script(train, *flags, "--overwrite")
+    script(train, *flags)
+
+    rate = train.learning_rate
+
+    def stop(step, config):
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return rate(step, config)
+
+    train.learning_rate = stop
+    script(train, *flags, "--out_dir=out/stopped", code=128 + signal.SIGTERM)
+    train.learning_rate = rate
+    shutil.copytree("out/text/checkpoint-12", "out/evaluated/checkpoint-12")
     newest = Path("out/text/checkpoint-16")
-    shutil.move(newest, "uninterrupted")
-    script(train, "--out_dir=out/text", "--resume")
-    for name in ("config.json", "model.safetensors"):
-        same = (newest / name).read_bytes() == Path("uninterrupted", name).read_bytes()
-        assert same, f"{name} is another after a resumed run"
+    for run in ("out/stopped", "out/evaluated"):
+        script(train, f"--out_dir={run}", "--resume")
+        for name in ("config.json", "model.safetensors"):
+            same = Path(run, "checkpoint-16", name).read_bytes() == (newest / name).read_bytes()
+            assert same, f"{name} is another after a resumed run"
+
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split()]
+    command = [*torchrun, ROOT / "train.py", *flags, "--device=cpu", "--out_dir=out/two"]
+    two = subprocess.run(command, capture_output=True, text=True)
+    assert two.returncode == 0, two.stdout + two.stderr
+    losses = zip(logged_losses("out/text"), logged_losses("out/two"), strict=True)
+    for step, (one, other) in enumerate(losses):  # a term that is no mean over tokens may differ
+        assert abs(one - other) < (1e-3 if step < 4 else 0.03) * one, (
+            "of two processes another loss"
+        )
+    return newest
+
+
+def logged_losses(run: str) -> list[float]:
+    log = [json.loads(line) for line in Path(run, "log.jsonl").read_text().splitlines()]
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
+def check_sampling(train_flags: list[str]):
+    """From the tiny model, and from a wide one that has had three steps, by faster layers."""
     Path("prompts.txt").write_text("on\n99 green bottles hanging\n", encoding="utf-8")
     for more in ([], ["--prompts=prompts.txt", "--num_samples=2"], ["--explain=page.html"]):
         script(sample, "out/text", "--max_new_tokens=80", *more)
-    return newest
+    flags = ["--dataset=text", *SIZES.split(), *STEPS.split(), *train_flags]
+    script(train, *flags, "--n_embd=256", "--max_iters=3", "--out_dir=out/wide")
+    for more in ([], ["--prompts=prompts.txt"], ["--compile"]):
+        said = script(sample, "out/wide", "--max_new_tokens=40", *more)
+        assert "other logits" not in said, said
+        assert not more[1:] or "compiled in" in said
+
+
+def check_name(model: GPT, checkpoint: Path) -> str:
+    """A checkpoint that is called a GPT-2 is one: by the formula, for ids that were not tried when
+    it was written. Returns what it is called, and why."""
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    if config["model_type"] != "gpt2":
+        return f"model_type {config['model_type']}: {config['not_gpt2']}"
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    idx = torch.randint(model.config.vocab_size, (3, model.config.block_size))
+    expected = gpt2_logits(tensors, model.config, idx)
+    torch.testing.assert_close(model(idx)[0], expected, rtol=1e-3, atol=1e-3 * expected.std())
+    return "model_type gpt2: other programs compute the same"
 
 
 @torch.no_grad()
 def check_attention(model: GPT, idx: torch.Tensor):
-    """attention_weights, which --explain shows, times V is what each layer computes."""
-    x = model.wte(idx)
-    for block in model.h:
-        attn = block.attn
-        _, _, v = attn.project(x)
-        weights = attn.attention_weights(x)
-        v = v.repeat_interleave(weights.size(1) // v.size(1), dim=1)  # (B, nh, S, hs)
-        y = attn.c_proj((weights @ v).transpose(1, 2).flatten(2))
-        torch.testing.assert_close(attn(x), y, **CLOSE)
-        all_true = torch.ones(idx.shape, dtype=torch.bool)
-        torch.testing.assert_close(attn(x, padding_mask=all_true), y, **CLOSE)
+    """attention_weights, which --explain shows, times the values is what each layer computed; and
+    a mask that hides nothing changes nothing."""
+    logits, weights = logits_and_attention(model, idx[:1])
+    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), **CLOSE)
+    all_true = torch.ones(idx.shape, dtype=torch.bool)
+    torch.testing.assert_close(model(idx, padding_mask=all_true)[0][0], logits, **CLOSE)
 
 
 @torch.no_grad()
@@ -75,10 +136,11 @@ def check_logits(model: GPT, idx: torch.Tensor):
     later = torch.cat([idx[:, : T // 2], (idx[:, T // 2 :] + 1) % vocab_size], dim=1)
     early = slice(T // 2)
     torch.testing.assert_close(model(later)[0][:, early], logits[:, early], **CLOSE)
-    cache, parts = [KVCache() for _ in model.h], []
+    cache, parts = model.new_cache(), []
     for part in idx.split([5, 1, T - 7, 1], dim=1):
         parts.append(model(part, cache=cache)[0])
     torch.testing.assert_close(torch.cat(parts, dim=1), logits, **CLOSE)
+    torch.testing.assert_close(model.next_logits(idx), logits[:, -1], **CLOSE)
 
 
 def check_generation(model: GPT):
@@ -104,8 +166,11 @@ def main():
     at = flags.index("--") if "--" in flags else len(flags)
     Path(directory).mkdir(parents=True, exist_ok=True)
     os.chdir(directory)
-    model = GPT.from_pretrained(check_scripts(flags[:at], flags[at + 1 :]))
-    model.drawable.fill_(True)
+    checkpoint = check_training(flags[:at], flags[at + 1 :])
+    check_sampling(flags[:at])
+    model = load(GPT, checkpoint)
+    name = check_name(model, checkpoint)
+    model.restrict_to_tokens(range(model.config.vocab_size))
     with torch.no_grad():
         for parameter in model.parameters():  # so that its choices are clear
             parameter.mul_(4 if parameter.dim() > 1 else 1)
@@ -114,7 +179,7 @@ def main():
     check_attention(model, idx)
     check_logits(model, idx)
     check_generation(model)
-    print("\nall is as promised")
+    print(f"\nall is as promised; the checkpoint says {name}")
 
 
 if __name__ == "__main__":

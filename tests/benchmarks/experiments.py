@@ -63,7 +63,7 @@ def worker(flags: list[str]):
     model = script.build_model(config, {}, data, None)
     config.dtype = script.pick_dtype("auto", "cpu", wide=True)
     dtype = getattr(torch, config.dtype)
-    script.use_fused_loss(model)
+    script.use_loss_in_pieces(model)
     script.keep_freed_memory()
     script.use_float32_attention(model)
     optimizers = script.configure_optimizers(model, config)

@@ -38,9 +38,9 @@ def dtypes() -> list[str]:
     """Those in which this machine computes products; emulated bfloat16 takes 400 times as long."""
     import torch
 
-    from gptling.devices import has_products
+    from gptling.devices import has_fast_matmul
 
-    native = torch.cuda.is_available() or has_products(torch.bfloat16)
+    native = torch.cuda.is_available() or has_fast_matmul(torch.bfloat16)
     return ["float32", "bfloat16"] if native else ["float32"]
 
 

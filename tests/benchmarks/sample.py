@@ -39,8 +39,7 @@ def worker(case: dict):
     if case["who"] == "gptling":
         from gptling.decoding import speed_up
 
-        model = GPT(config).eval().to(device, dtype)
-        speed_up(model, case.get("compile", False))
+        model = speed_up(GPT(config).eval().to(device, dtype), case.get("compile", False))
         generators = [torch.Generator(device).manual_seed(i) for i in range(B)]
 
         @torch.inference_mode()
@@ -81,11 +80,12 @@ def worker(case: dict):
         import ctranslate2
         import tiktoken
 
+        from gptling.gpt2_format import save
         from gptling.tokenizers import tokenizer_to_json
 
         with tempfile.TemporaryDirectory() as directory:
             gpt2 = tokenizer_to_json(tiktoken.get_encoding("gpt2"))
-            GPT(config).save_pretrained(f"{directory}/hf", gpt2)
+            save(GPT(config), f"{directory}/hf", gpt2)
             converter = ctranslate2.converters.TransformersConverter(f"{directory}/hf")
             converter.convert(f"{directory}/ct2", quantization=case["dtype"])
             vocabulary = json.loads(Path(f"{directory}/ct2/vocabulary.json").read_text())

@@ -69,7 +69,7 @@ def worker(case: dict):
     from torch.utils.checkpoint import checkpoint
 
     from gptling.devices import keep_freed_memory, use_float32_attention
-    from gptling.loss import use_fused_loss
+    from gptling.loss import use_loss_in_pieces
     from model import GPT, GPTConfig
     from train import TrainConfig, configure_optimizers
 
@@ -88,7 +88,7 @@ def worker(case: dict):
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
         model = GPT(config).to(device).train()
-        use_fused_loss(model, compile=device == "cuda")
+        use_loss_in_pieces(model, compile=device == "cuda")
         if device == "cpu":
             use_float32_attention(model)
         for block in model.h if case.get("recompute") else ():
