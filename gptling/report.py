@@ -41,6 +41,7 @@ class Report:
             flush=True,
         )
         self.plain = not sys.stderr.isatty()  # lines instead of a bar
+        self.eager = set()  # why parts of a compiled model are not
         bar = {"total": config.max_iters, "initial": step, "unit": "step", "leave": False}
         self.bar = tqdm(**bar, disable=self.plain or not processes.is_main)
 
@@ -64,6 +65,9 @@ class Report:
         if mfu := flops_utilisation(one_gpu, self.n_parameters, self.processes.gpu):
             numbers["mfu"] = mfu
             pace += f", MFU {100 * mfu:.0f} %"
+        for reason in eager_parts() - self.eager:
+            self.eager.add(reason)
+            tqdm.write(f"--compile: a part of the model runs uncompiled: {reason} ...")
         self.log(step=step, **losses | numbers)
         named = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
         self.bar.update(step - self.bar.n)
@@ -104,6 +108,13 @@ class Report:
             print(f"{seconds:.0f} s; next: python sample.py {self.config.out_dir}")
         if self.config.wandb and self.processes.is_main:
             sys.modules["wandb"].finish()
+
+
+def eager_parts() -> set[str]:
+    """What torch.compile has met in this process and not compiled, the beginning of its words."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    met = dynamo.counters["unimplemented"] if dynamo else {}
+    return {" ".join(words.split())[:160] for words in met}
 
 
 def print_evaluation(name: str, data: Dataset, nats: float, bits_per_byte: float):

@@ -2,20 +2,28 @@
 in training, evaluation and sampling, and its checkpoints are taken for what they are."""
 
 import json
+import math
+import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from gptling import loss as loss_module
+from gptling.cli import UserError
 from gptling.decoding import speed_up
-from gptling.gpt2_format import ChangedModelError, load, save
+from gptling.explain import logits_and_attention
+from gptling.gpt2_format import ChangedModelError, load, save, why_not_gpt2
 from gptling.loss import loss_and_terms, loss_in_pieces, use_loss_in_pieces
+from gptling.pretrained import load_model
 from gptling.processes import recompute_activations
-from model import GPT
+from model import GPT, GPTConfig
 from tests import try_model
-from tests.edits import EDITS, edited_module
+from tests.conftest import ROOT, TINY, output_of, run_here, run_script
+from tests.edits import EDITS, Edit, edited_module
 from tests.test_model import generate
 from train import TrainConfig, configure_optimizers
 
@@ -170,3 +178,282 @@ def test_a_checkpoint_of_the_unchanged_code_is_refused_by_another_model(edit, nu
         load(edit.module.GPT, tmp_path)
     if isinstance(raised.value, ChangedModelError):  # the tensors fit: it is a deliberate change
         load(edit.module.GPT, tmp_path, allow_changed=True)
+
+
+# ---------------------------------------------------------------------------- what is stored
+
+
+def test_a_checkpoint_carries_16_numbers_that_its_model_gives(tmp_path):
+    """Every logit counts in one of them; other programs pass over them, and a file that another
+    program has written beside them is not held to them."""
+    model = random_model(sys.modules["model"])
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    check, idx = config["check"], torch.arange(config["check"]["tokens"])
+    idx = (31 * idx * idx + 7 * idx + 3) % 97
+    with torch.no_grad():
+        logits = model(idx[None])[0][0, -1].double()
+    expected = [logits[i::16].mean().item() for i in range(16)]
+    assert check["logits"] == pytest.approx(expected, abs=1e-5) and check["tokens"] == 16
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.bias"] += 0.5
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load(GPT, tmp_path).h[1].mlp.c_fc.bias[0] == model.h[1].mlp.c_fc.bias[0] + 0.5
+
+
+@pytest.mark.parametrize("change", [{"n_head": 4}, {"check": "off by a thousandth"}])
+def test_other_numbers_are_refused_in_one_line_unless_that_is_meant(tmp_path, change):
+    save(random_model(sys.modules["model"]), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if "check" in change:
+        spread = torch.tensor(config["check"]["logits"]).std().item()
+        config["check"]["logits"][7] += 1e-3 * spread
+        change = {}
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ChangedModelError):
+        load(GPT, tmp_path)
+    with pytest.raises(UserError, match="--allow_changed_model=True") as raised:
+        load_model(GPT, tmp_path)
+    assert "\n" not in str(raised.value)
+    assert load_model(GPT, tmp_path, allow_changed=True).config.n_head == change.get("n_head", 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_numbers_are_of_the_weights_as_they_are_stored(tmp_path, dtype):
+    """And of a model in training mode, with TF32 allowed and inside autocast."""
+    model = random_model(sys.modules["model"], dropout=0.5).to(dtype).train()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    with torch.autocast("cpu", torch.bfloat16):
+        save(model, tmp_path)
+    assert torch.get_float32_matmul_precision() == "medium" and model.training
+    torch.set_float32_matmul_precision(precision)
+    assert next(model.parameters()).dtype == dtype
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gpt2"
+    load(GPT, tmp_path)
+
+
+def test_a_change_that_the_first_weights_hide_shows_at_a_later_save(tmp_path):
+    """Small logits are far from their cap."""
+    torch.manual_seed(0)
+    model = edited_module("soft-capping").GPT(GPTConfig(**SIZES))
+    with torch.no_grad():
+        model.wte.weight.mul_(1e-3)
+    assert not save(model, tmp_path)
+    with torch.no_grad():
+        model.wte.weight.mul_(1e3)
+    assert "gives other logits" in save(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gptling"
+
+
+def test_a_change_far_back_in_the_window_shows(tmp_path):
+    """In the 1,024 positions of a small model, all of which are tried."""
+    model = random_model(sys.modules["model"], block_size=1024)
+    for block in model.h:
+        block.attn.causal_mask = torch.ones(1024, 1024).tril().triu(-1000).bool()
+        block.attn.plain_mask = False
+    assert "gives other logits (1024 tokens tried)" in why_not_gpt2(model)
+
+
+def test_models_with_the_same_tensors_are_told_apart(tmp_path):
+    alibi, rotary = edited_module("ALiBi"), edited_module("rotary positions")
+    save(random_model(rotary), tmp_path)
+    with pytest.raises(ChangedModelError):
+        load(alibi.GPT, tmp_path)
+
+
+def test_shared_blocks_are_stored_once_and_no_other_blocks_are_taken_for_them(tmp_path):
+    shared = edited_module("shared blocks")
+    save(random_model(shared), tmp_path / "shared")
+    names = load_file(tmp_path / "shared" / "model.safetensors")
+    assert {name.split(".")[2] for name in names if ".h." in name} == {"0"}
+    save(random_model(sys.modules["model"]), tmp_path / "unshared")
+    with pytest.raises(ValueError, match=r"h\.1\.ln_1\.weight is another than h\.0\.ln_1\.weight"):
+        load(shared.GPT, tmp_path / "unshared")
+    weights = logits_and_attention(random_model(shared), torch.randint(97, (1, 12)))[1]
+    assert weights.shape == (2, 2, 12, 12) and not torch.equal(weights[0], weights[1])
+
+
+def test_a_field_that_model_py_lacks_is_named(tmp_path):
+    """Both are "gptling": another change than the one that made the checkpoint."""
+    one, other = edited_module("a scale of the logits, as a field"), edited_module("a wider MLP")
+    save(one.GPT(one.GPTConfig(**SIZES)), tmp_path)
+    with pytest.raises(ValueError, match="it has logit_scale, which GPTConfig has not"):
+        load(other.GPT, tmp_path)
+
+
+def test_attention_weights_that_are_not_what_is_computed_are_refused():
+    class Sharper(GPT):
+        """Its scores are scaled otherwise, and attention_weights does not know."""
+
+        def __init__(self, config):
+            super().__init__(config)
+            for block in self.h:
+                block.attn.attend = lambda q, k, v, **o: F.scaled_dot_product_attention(
+                    q, k, v, scale=1.5 / math.sqrt(q.size(-1)), **o
+                )
+
+    model = random_model(SimpleNamespace(GPT=Sharper, GPTConfig=GPTConfig))
+    with pytest.raises(UserError, match=r"--explain: .* not what its attention_weights say"):
+        logits_and_attention(model, torch.randint(97, (1, 12)))
+
+
+# ---------------------------------------------------------------------------- in a run
+
+
+@pytest.fixture
+def train_changed(trained, tmp_path, monkeypatch):
+    """train.py in this process, with the model that an edit makes; returns its log."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
+
+    def run(name, *flags):
+        monkeypatch.setattr("train.GPT", edited_module(name).GPT)
+        flags = ["--dataset=mine", *TINY, "--log_interval=1", "--max_iters=6", *flags]
+        process = run_here("train.py", *flags, cwd=tmp_path)
+        assert process.returncode == 0, process.stderr.decode()
+        log = (tmp_path / "out" / "mine" / "log.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in log], process.stdout.decode()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["a second head for the token after next", "a mixture of experts"])
+def test_a_term_of_the_loss_is_trained_on_and_stands_beside_the_loss(train_changed, name):
+    """Not in it, which is compared with the validation loss; shown and logged by its name."""
+    log, output = train_changed(name)
+    term = EDITS[name].terms[0]
+    first = [entry for entry in log if "loss" in entry]
+    assert len(first) == 6 and all(entry[term] > 0 for entry in first)
+    assert f"loss {first[-1]['loss']:.3f}, {term} {first[-1][term]:.3f}, lr" in output
+    evaluation = next(entry for entry in log if "val_loss" in entry)
+    assert term not in evaluation and evaluation["train_loss"] == pytest.approx(
+        sum(entry["loss"] for entry in first) / 6
+    )
+    halves, _ = train_changed(
+        name, "--overwrite", "--gradient_accumulation_steps=2", "--batch_size=2"
+    )
+    halves = [entry for entry in halves if "loss" in entry]
+    assert halves[0]["loss"] == pytest.approx(first[0]["loss"], abs=1e-5)
+    if "head" in name:
+        for one, other in zip(first, halves, strict=True):
+            assert other[term] == pytest.approx(one[term], abs=2e-3)
+        assert first[-1][term] < first[0][term] - 0.05
+
+
+def test_a_parameter_that_init_weights_passes_over_is_named(train_changed):
+    assert "h.0.mlp.w_in, h.1.mlp.w_in" in train_changed("a mixture of experts")[1]
+    assert "init_weights" not in train_changed("RMSNorm", "--overwrite")[1]
+
+
+def test_what_makes_a_compiled_training_run_uncompiled_is_said(train_changed, monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr("torch.compile", lambda f, **more: compiler(f, backend="eager", **more))
+    said = "--compile: a part of the model runs uncompiled: "
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    assert said not in train_changed("RMSNorm", "--compile", "--recompute")[1]
+    keeping = [("x = F.gelu(", "self.kept = x.detach().norm()\n        x = F.gelu(")]
+    monkeypatch.setitem(EDITS, "keeps a number", Edit(keeping))
+    output = train_changed("keeps a number", "--overwrite", "--compile", "--recompute")[1]
+    assert output.count(said) >= 1 and "side effect" in output
+    torch.compiler.reset()
+
+
+def edited_copy(directory, file, *changes):
+    """The project with an edit of a script."""
+    for name in ("model.py", "train.py", "sample.py", "prepare.py"):
+        shutil.copy(ROOT / name, directory)
+    for name in ("gptling", "config"):
+        shutil.copytree(ROOT / name, directory / name)
+    text = (directory / file).read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    (directory / file).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "changes, flag, named",
+    [
+        (
+            [("    beta1: Fraction", "    ema: float = 0.99  # of weights\n    beta1: Fraction")],
+            "--ema=0.9",
+            "ema=0.9",
+        ),
+        (
+            [
+                ('Literal["cosine", "linear"]', 'Literal["cosine", "linear", "restarts"]'),
+                (
+                    '        "linear": min',
+                    '        "restarts": 0.5 * (1 + math.cos(math.pi * (3 * progress % 1))),\n'
+                    '        "linear": min',
+                ),
+            ],
+            "--schedule=restarts",
+            "schedule='restarts'",
+        ),
+    ],
+    ids=["ema", "restarts"],
+)
+def test_what_a_run_has_and_this_code_does_not_know_is_refused(
+    trained, tmp_path, changes, flag, named
+):
+    """And what the run has not is printed with its value."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+    edited_copy(tmp_path, "train.py", *changes)
+    alone = {"cwd": tmp_path, "PYTHONPATH": ""}
+    output_of(tmp_path / "train.py", "--dataset=mine", *TINY, flag, **alone)
+    resume = ["--out_dir=out/mine", "--resume", "--max_iters=22"]
+    process = run_script("train.py", *resume, cwd=tmp_path)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1, error
+    assert f"the run has {named}, which this code does not know" in error
+    said = output_of("train.py", *resume, "--allow_changed_model", cwd=tmp_path)
+    if "ema" not in named:
+        assert "schedule: cosine from now on; it was restarts" in said
+        return
+    shutil.copytree(trained / "out", tmp_path / "other")
+    resume = [tmp_path / "train.py", "--out_dir=other/mine", "--resume", "--max_iters=22"]
+    assert "ema: 0.9 from now on; it was not there" in output_of(*resume, flag, **alone)
+
+
+def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(trained, tmp_path):
+    """A field of GPTConfig, at once a flag: z-loss is new to the run, then gets another weight; the
+    model stays a GPT-2, and is one to the unchanged code."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    (old, new), *_ = EDITS["z-loss"].changes
+    edited_copy(
+        tmp_path,
+        "model.py",
+        (old, new.replace("0.01", "self.config.z_loss").replace("losses(", "losses(")),
+        ("    bias: bool = True", "    z_loss: float = 0.0  # its weight\n    bias: bool = True"),
+    )
+    alone = {"cwd": tmp_path, "PYTHONPATH": ""}
+    resume = [tmp_path / "train.py", "--out_dir=out/mine", "--resume"]
+    said = output_of(*resume, "--max_iters=30", "--z_loss=1e-3", **alone)
+    assert "z_loss: 0.001 from now on; it was not there" in said
+    said = output_of(*resume, "--max_iters=32", "--z_loss=0.1", **alone)
+    assert "z_loss: 0.1 from now on; it was 0.001" in said
+    process = run_script(*resume, "--max_iters=40", "--n_head=4", **alone)
+    assert process.returncode == 1 and b"n_head=4, where it has 2" in process.stderr
+    config = json.loads((tmp_path / "out/mine/checkpoint-32/config.json").read_text())
+    assert config["model_type"] == "gpt2" and config["z_loss"] == 0.1
+    load(GPT, tmp_path / "out/mine/checkpoint-32")
+
+
+def test_a_deliberate_change_goes_on_from_weights_of_another_model(trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    edited_copy(tmp_path, "model.py", *EDITS["ReLU"].changes)
+    alone = {"cwd": tmp_path, "PYTHONPATH": ""}
+    resume = ["--out_dir=out/mine", "--resume", "--max_iters=22"]
+    process = run_script(tmp_path / "train.py", *resume, **alone)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1, error
+    assert "computes something else" in error and "--allow_changed_model=True" in error
+    output_of(tmp_path / "train.py", *resume, "--allow_changed_model", **alone)
+    output_of(tmp_path / "sample.py", "out/mine/checkpoint-22", **alone)
+    process = run_script("sample.py", "out/mine/checkpoint-22", cwd=tmp_path)
+    assert process.returncode == 1 and b"computes something else" in process.stderr

@@ -31,6 +31,29 @@ torch.set_default_dtype(torch.float64)
 import train
 train.run(train.main)
 """
+# The same of a changed model: one block for all layers, capped logits, and a term beside the loss.
+CHANGED = FLOAT64.replace(
+    "train.run(",
+    """
+class Changed(train.GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.h = torch.nn.ModuleList([self.h[0]] * config.n_layer)
+        self.head_2 = torch.nn.Linear(config.n_embd, config.vocab_size)
+
+    def logits(self, x):
+        return 5 * torch.tanh(self.lm_head(x) / 5)
+
+    def forward(self, idx, targets=None, **options):
+        logits, loss = super().forward(idx, targets, **options)
+        if targets is None:
+            return logits, loss
+        x = self.head_2(self.wte(idx)).flatten(0, 1)
+        return logits, loss, {{"from_one_token": self.losses(x, targets.flatten()).mean()}}
+
+train.GPT = Changed
+train.run(""",
+)
 # train.py, in which the second process alone gets a signal in its first life.
 MORTAL = """
 import os, signal, sys
@@ -51,6 +74,7 @@ def here(trained, tmp_path):
     """A directory with data/mine and the scripts FLOAT64 and MORTAL."""
     shutil.copytree(trained / "data", tmp_path / "data")
     (tmp_path / "float64.py").write_text(FLOAT64.format(root=str(ROOT)))
+    (tmp_path / "changed.py").write_text(CHANGED.format(root=str(ROOT)))
     (tmp_path / "mortal.py").write_text(MORTAL.format(root=str(ROOT)))
     return tmp_path
 
@@ -79,7 +103,8 @@ def weights(run, step=20):
 
 def losses(run):
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [e["loss"] for e in log if "loss" in e], [e["val_loss"] for e in log if "val_loss" in e]
+    names = ("loss", "val_loss", "from_one_token")
+    return [[e[name] for e in log if name in e] for name in names]
 
 
 def largest_difference(a, b):
@@ -123,14 +148,15 @@ def test_two_processes_share_an_evaluation(trained):
 
 
 @pytest.mark.slow
-def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here):
+@pytest.mark.parametrize("script", ["float64.py", "changed.py"])
+def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here, script):
     split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
     two = [
-        torchrun("float64.py", *FLAGS, *split, f"--out_dir=out/{name}", *more, cwd=here)
-        for name, more in (("ddp", []), ("fsdp", ["--fsdp"]))
+        torchrun(script, *FLAGS, *split, f"--out_dir=out/{name}", *more, cwd=here)
+        for name, more in (("ddp", []), ("fsdp", ["--fsdp", "--recompute"]))
     ]
     for name, more in (("one", ["--batch_size=8"]), ("accumulated", split)):
-        process = run_script(here / "float64.py", *FLAGS, *more, f"--out_dir=out/{name}", cwd=here)
+        process = run_script(here / script, *FLAGS, *more, f"--out_dir=out/{name}", cwd=here)
         assert process.returncode == 0, process.stderr
     for process in two:
         assert "2 processes" in finish(process)
@@ -142,6 +168,7 @@ def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here
             losses(here / "out" / "one"), losses(here / "out" / name), strict=True
         ):
             assert ours == pytest.approx(others, abs=1e-12)
+    assert len(losses(here / "out" / "one")[2]) == (20 if script == "changed.py" else 0)
 
 
 @pytest.mark.slow
