@@ -16,6 +16,7 @@ References:
 - Press and Wolf 2017, tied embeddings, https://arxiv.org/abs/1608.05859
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+
+def require(condition: bool, message: str):
+    if not condition:
+        raise ValueError(message)
 
 
 @dataclass
@@ -40,12 +46,11 @@ class GPTConfig:
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r:.50}: must be at least 1, a whole number")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
+            whole = type(value) is int and value >= 1
+            require(whole, f"{name}={value!r:.50}: must be at least 1, a whole number")
+        divides = self.n_embd % self.n_head == 0
+        require(divides, f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be at least 0 and below 1")
 
 
 class KVCache:
@@ -86,18 +91,14 @@ class MultiHeadAttention(nn.Module):
         proj_bias=True,
     ):  # fmt: skip
         super().__init__()
-        if d_out % n_head:
-            raise ValueError(f"d_out={d_out} is not divisible by n_head={n_head}")
+        require(d_out % n_head == 0, f"d_out={d_out} is not divisible by n_head={n_head}")
         self.block_size, self.n_head = block_size, n_head
         self.causal, self.dropout = causal, dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
         self.c_attn.weight.matrices = [d_out, d_out, d_out]  # rows that Muon takes as one each
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
-        full = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
-        mask = full.tril() if causal else full
-        self.register_buffer("causal_mask", mask, persistent=False)
-        # The kernel makes these two itself, and faster; a mask of another form is passed to it.
-        self.plain_mask = torch.equal(mask, full.tril() if causal else full)
+        mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
+        self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
         """x (B, T, d_in) to (B, T, d_out).
@@ -106,13 +107,22 @@ class MultiHeadAttention(nn.Module):
         padding_mask (B, S) bool: False hides a key. A query left without any key gets zeros.
         cache: keys and values of earlier calls, to which those of x are added; S counts both.
         Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool."""
-        if cache is not None and context is not None:
-            raise ValueError("a cache serves self-attention only: leave out cache or context")
+        require(cache is None or context is None, "a cache is for self-attention, without context")
         past = 0 if cache is None else cache.length  # keys before that of the first query
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs), then twice (B, nh, S, hs)
         if cache is not None:
             k, v = cache.append(k, v, self.block_size)
-        options, has_key = self.may_attend(q, k, past, padding_mask)
+        T, S, has_key = q.size(2), k.size(2), None
+        # case                  past  T    what the kernel is told, if mask() says no more than this
+        # training, prefill     0     S    is_causal: its own triangle, which has query 0 at key 0
+        # one token             > 0   1    nothing: it attends to all keys
+        # several after a past  > 0   > 1  their rows of mask()
+        # padding               any   any  mask(), without the padding
+        if padding_mask is None and (past == 0 or T == 1) and self.has_plain_mask:
+            options = {"is_causal": self.causal if past == 0 else False}
+        else:
+            mask, has_key = self.mask(T, S, past, padding_mask)
+            options = {"attn_mask": mask}
         dropout_p = self.dropout if self.training else 0.0
         y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)
         y = y if has_key is None else y * has_key
@@ -123,13 +133,10 @@ class MultiHeadAttention(nn.Module):
         """softmax(Q K^T / sqrt(hs)) written out, before dropout: (B, nh, T, S). Rows sum to 1, or
         to 0 for a query without any key. Arguments as for forward."""
         q, k, _ = self.project(x, context)
-        options, has_key = self.may_attend(q, k, 0, padding_mask)
-        mask = options.get("attn_mask", self.causal_mask[: q.size(2), : k.size(2)])
+        mask, has_key = self.mask(q.size(2), k.size(2), 0, padding_mask)
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, S)
-        is_bool = mask.dtype == torch.bool
-        scores = scores.masked_fill(~mask, -math.inf) if is_bool else scores + mask
-        weights = scores.softmax(dim=-1)
-        return weights if has_key is None else weights * has_key
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(dim=-1) * has_key
 
     def project(self, x, context=None, past=0):
         """q (B, nh, T, hs), k and v (B, nh, S, hs); `past`: the position of the first query."""
@@ -141,22 +148,10 @@ class MultiHeadAttention(nn.Module):
         # Split the width into heads first, then swap: a bare view would mix positions and heads.
         return [t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v)]
 
-    def may_attend(self, q, k, past, padding_mask=None):
-        """Which keys each query attends to: up to its own position, and none that is padding.
-        Returns what the kernel is told, and has_key (B or 1, 1, T, 1) or None if all have one.
-
-        | case                     | past | T      | the kernel is told                          |
-        |--------------------------|------|--------|---------------------------------------------|
-        | prefill, training        | 0    | S      | is_causal: its own triangle                 |
-        | one token                | any  | 1      | nothing: it sees all keys                   |
-        | several after a past     | > 0  | > 1    | attn_mask: their rows of causal_mask        |
-        | padding, or a score_bias | any  | any    | attn_mask: those rows and padding, or bias  |
-        """
-        T, S = q.size(2), k.size(2)
-        bias = self.score_bias(past, T, S)
-        if self.plain_mask and padding_mask is None and bias is None and (past == 0 or T == 1):
-            # That triangle has query 0 at key 0, which is right without a past alone.
-            return {"is_causal": self.causal if past == 0 else False}, None
+    def mask(self, T, S, past=0, padding_mask=None):
+        """Which keys T queries, the first at position `past`, attend to: (B or 1, 1, T, S), True =
+        may attend, and has_key (B or 1, 1, T, 1). All of it stands here. Instead of the bools may
+        be returned what is added to the scores, (B or 1, nh, T, S) with -inf for a hidden key."""
         mask = self.causal_mask[None, None, past : past + T, :S]
         if padding_mask is not None:
             if padding_mask.dtype != torch.bool:
@@ -165,15 +160,15 @@ class MultiHeadAttention(nn.Module):
         # A query without any key attends to all keys, so that softmax and gradient stay finite;
         # what it gets is then multiplied by has_key.
         has_key = mask.any(dim=-1, keepdim=True)
-        mask = mask | ~has_key
-        if bias is not None:
-            mask = bias.to(q.dtype).masked_fill(~mask, -math.inf)  # (B or 1, nh, T, S)
-        return {"attn_mask": mask}, has_key
+        return mask | ~has_key, has_key
 
-    def score_bias(self, past, T, S):
-        """What is added to the scores of T queries, the first at position `past`, with S keys:
-        (nh, T, S), or None. The place for ALiBi and other relative positions."""
-        return None
+    @functools.cached_property
+    def has_plain_mask(self) -> bool:
+        """Whether mask() is what the kernel makes itself, and faster: a triangle, or all keys."""
+        mask, _ = self.mask(self.block_size, self.block_size)
+        plain = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
+        plain = plain.tril() if self.causal else plain
+        return mask.dtype == torch.bool and torch.equal(mask, plain.expand_as(mask))
 
 
 class MLP(nn.Module):
@@ -214,9 +209,10 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
     of what is left the fewest likeliest that reach top_p in sum (Holtzman et al. 2019,
     https://arxiv.org/abs/1904.09751); of those the ones with at least min_p of the likeliest's
     probability (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082). The likeliest stays."""
-    if not (0 <= temperature < math.inf and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
-        given = f"temperature={temperature}, top_k={top_k}, top_p={top_p}, min_p={min_p}"
-        raise ValueError(f"{given}: at least 0, at least 0, above 0 to 1, and from 0 to 1, please")
+    require(0 <= temperature < math.inf, f"temperature={temperature}: must be at least 0")
+    require(top_k >= 0, f"top_k={top_k}: must be at least 0")
+    require(0 < top_p <= 1, f"top_p={top_p}: must be above 0 and at most 1")
+    require(0 <= min_p <= 1, f"min_p={min_p}: must be from 0 to 1")
     if temperature == 0:
         best = F.one_hot(logits.argmax(dim=-1), logits.size(-1))
         return best + 0 * logits.amax(dim=-1, keepdim=True)  # NaN stays NaN
@@ -246,8 +242,7 @@ def sample_token(probs: torch.Tensor, generator=None) -> torch.Tensor:
         u = torch.rand(len(probs), 1, generator=generator, device=device)  # (B, 1), below 1
     # The first above u times the last: never that of a token with probability 0.
     token = torch.searchsorted(cdf, u.to(cdf.device) * cdf[:, -1:], right=True)[:, 0]
-    if int(token.max()) == probs.size(-1):
-        raise ValueError("the logits contain NaN or infinity")
+    require(int(token.max()) < probs.size(-1), "the logits contain NaN or infinity")
     return token.to(device)
 
 
@@ -302,21 +297,19 @@ class GPT(nn.Module):
         linear_std = 0.02 * math.sqrt(768 / C)
         # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
         token_std = min(0.02, math.sqrt(0.03 * math.log(V) / C))  # of embeddings, output layers
-        in_blocks = set(self.h.modules())
+        in_blocks = {module for module in self.h.modules() if isinstance(module, nn.Linear)}
         residual = {module for b in self.h for module in (b.attn.c_proj, b.mlp.c_proj)}
         touched = set()
         for module in self.modules():
-            if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, mean=0.0, std=token_std)
-            elif isinstance(module, nn.Linear):
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()  # 1, biases 0
+            elif isinstance(module, nn.Embedding | nn.Linear):
                 std = linear_std if module in in_blocks else token_std
                 std = std / math.sqrt(2 * n_layer) if module in residual else std
                 if module.weight not in touched:  # else it is tied to an embedding
                     nn.init.normal_(module.weight, mean=0.0, std=std)
-                if module.bias is not None:
+                if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()  # 1, biases 0
             else:
                 continue
             touched.update(module.parameters(recurse=False))
@@ -348,18 +341,19 @@ class GPT(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
-    def forward(self, idx, targets=None, *, padding_mask=None, cache=None):
+    def forward(self, idx, targets=None, *, padding_mask=None, cache=None, last_only=False):
         """Logits (B, T, V) and, with targets, the mean cross-entropy in nats per token.
 
         idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
-        padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S.
+        padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S;
+        last_only: logits (B, 1, V) of the last position.
         With targets and a loss_in_pieces the logits are None: never held in float32 all at once.
         A third value, of a changed model with targets, is {name: scalar}: train.py adds each to the
         loss that it minimises, and logs it by its name; one that is detached is only logged.
         Raises ValueError for more than block_size tokens, IndexError for an id of idx outside V."""
         x = self.hidden(idx, padding_mask, cache)  # (B, T, C)
         if targets is None:
-            return self.logits(x), None
+            return self.logits(x[:, -1:] if last_only else x), None
         n_targets = (targets != -100).sum()
         if self.loss_in_pieces is not None:
             return None, self.loss_in_pieces(self.logits, self.losses, x, targets) / n_targets
@@ -370,7 +364,8 @@ class GPT(nn.Module):
     def next_logits(self, idx, padding_mask=None, cache=None):
         """Logits (B, V) in float32 for the token after each row: the next step of decoding, which
         computes only the tokens in idx and takes those before from the cache."""
-        return self.logits(self.hidden(idx, padding_mask, cache)[:, -1]).float()
+        options = {"padding_mask": padding_mask, "cache": cache, "last_only": True}
+        return self(idx, **options)[0][:, -1].float()
 
     @torch.no_grad()
     def generate(
@@ -383,8 +378,7 @@ class GPT(nn.Module):
         padded on the left and padding_mask (B, T) is False there: each row gives what it gives
         alone. generator: one for all rows, or a list with one a row. Filters: see next_token_probs.
         A row that has outgrown the window goes on from its newest block_size / 2 tokens."""
-        if idx.size(1) == 0:
-            raise ValueError("idx has no tokens: start from end-of-text or a newline")
+        require(idx.size(1) > 0, "idx has no tokens: start from end-of-text or a newline")
         block_size = self.config.block_size
         idx = idx[:, -block_size:]
         mask = None if padding_mask is None else padding_mask[:, -block_size:]  # (B, T)

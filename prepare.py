@@ -92,12 +92,12 @@ def prepare(config: PrepareConfig) -> Path:
             progress = {}
             progress_file.unlink(missing_ok=True)
             shutil.rmtree(output, ignore_errors=True)
-        place = CorpusPosition(**progress.get("place", {}))
+        position = CorpusPosition(**progress.get("place", {}))
         first_sizes = [size for _, (size, _) in itertools.islice(read(sources), 10)]
 
         # ------------------------------------------------ tokenizer
         if progress:
-            print(f"going on behind {place.count['characters']:,} characters")
+            print(f"going on behind {position.count['characters']:,} characters")
             tokenizer = load_tokenizer(output)
         else:
             documents = read(sources, "tokenizer")
@@ -112,18 +112,18 @@ def prepare(config: PrepareConfig) -> Path:
         # ------------------------------------------------ encode and write
         has_end = END_OF_TEXT in tokenizer.special_tokens_set
         separator = np.array([tokenizer.eot_token] if has_end else [], dtype=np.uint32)
-        keyed = ((piece, piece[-1]) for piece in split_documents(sources, first_sizes, place))
+        keyed = ((piece, piece[-1]) for piece in split_documents(sources, first_sizes, position))
         with writing(output):
             shards = TokenShards(output, tokenizer.n_vocab, **progress.get("shards", {}))
-            for (place, split, text), ids in encode_on_all_cores(tokenizer, keyed):
+            for (position, split, text), ids in encode_on_all_cores(tokenizer, keyed):
                 shards.write(split, ids if text else separator)
                 if shards.is_full():
-                    state = {"place": asdict(place), "shards": shards.finish_shard()}
+                    state = {"place": asdict(position), "shards": shards.finish_shard()}
                     replace(progress_file, json.dumps({"wanted": wanted} | state).encode())
             fingerprint = shards.close()
 
         # ------------------------------------------------ meta.json, and the name
-        count, train = place.count, [length for length, _ in shards.finished]
+        count, train = position.count, [length for length, _ in shards.finished]
         meta = {
             "format": 1,
             "tokenizer": config.tokenizer,

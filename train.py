@@ -74,7 +74,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     log_interval: PositiveInt = 10  # steps between log lines
     seed: int = 1337  # of initialisation, order of sequences, dropout and samples
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matrix products
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
     compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: on CUDA
     recompute: bool = False  # activation checkpointing: recompute activations in the backward pass
     deterministic: bool = False  # the same numbers in every run on a GPU too, which costs time

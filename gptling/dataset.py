@@ -110,8 +110,8 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
     batch_size * gradient_accumulation_steps sequences, however many processes share them."""
     share, rest = divmod(config.batch_size * config.gradient_accumulation_steps, world_size)
     if rest:
-        product = f"--batch_size={config.batch_size} times --gradient_accumulation_steps"
-        raise UserError(f"{product} is not divisible by {world_size} processes")
+        sequences = f"--batch_size={config.batch_size} times --gradient_accumulation_steps"
+        raise UserError(f"{sequences} is not divisible by {world_size} processes")
     size = next(n for n in range(min(share, config.batch_size), 0, -1) if share % n == 0)
     return size, share // size
 
@@ -119,6 +119,12 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=2)
 def sequence_order(n_sequences: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n_sequences)
+
+
+def sequences_in(n_tokens: int, T: int) -> int:
+    """How many sequences of T + 1 tokens a shard gives, each beginning with the last token of the
+    one before: one less than would fit, so that the first may begin at any of T places."""
+    return max(n_tokens // T - 1, int(n_tokens > T))
 
 
 def get_sequences(
@@ -131,17 +137,19 @@ def get_sequences(
     whatever the number of processes: micro-step m of rank r the micro-batch m * world_size + r."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
-    counts = np.array([max(len(shard) // T - 1, int(len(shard) > T)) for shard in shards])
-    ends = counts.cumsum()  # sequences in the shards up to each
-    first = ((step * micro_steps + micro_step) * world_size + rank) * B
+    in_shard = np.array([sequences_in(len(shard), T) for shard in shards])
+    up_to_shard = in_shard.cumsum()  # sequences in the shards up to each, itself among them
+    n_sequences = int(up_to_shard[-1])
+    first = ((step * micro_steps + micro_step) * world_size + rank) * B  # since the run began
     sequences = np.empty((B, T + 1), dtype=np.int64)
     for row in range(B):
-        epoch, i = divmod(first + row, int(ends[-1]))
-        sequence = sequence_order(int(ends[-1]), config.seed, epoch)[i]
-        n = int(np.searchsorted(ends, sequence, side="right"))
-        shard, index = shards[n], sequence - (ends[n] - counts[n])
-        slack = min(T - 1, len(shard) - 1 - counts[n] * T)
-        start = index * T + np.random.default_rng((config.seed, epoch, n)).integers(slack + 1)
+        epoch, i = divmod(first + row, n_sequences)
+        number = sequence_order(n_sequences, config.seed, epoch)[i]
+        n = int(np.searchsorted(up_to_shard, number, side="right"))  # its shard
+        shard, number_in_shard = shards[n], number - (up_to_shard[n] - in_shard[n])
+        places = min(T, len(shard) - in_shard[n] * T)  # where the first sequence may begin
+        offset = np.random.default_rng((config.seed, epoch, n)).integers(places)
+        start = offset + number_in_shard * T
         sequences[row] = shard[start : start + T + 1]
     return torch.from_numpy(sequences)
 

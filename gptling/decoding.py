@@ -115,8 +115,8 @@ class OneDNNLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer whose product with a single row Inductor fuses, at the memory's speed; that of
-    more rows is in float32 where it would be emulated."""
+    """A linear layer whose matmul with one row Inductor fuses, at the memory's speed; with more
+    rows it is in float32 where it would be emulated."""
 
     def prepare(self):
         self.emulated = not has_fast_matmul(self.weight.dtype)

@@ -23,7 +23,7 @@ def pick_device(device: str) -> str:
 
 
 def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for products in this dtype; without them those in bfloat16
+    """Whether the CPU has instructions for matmuls in this dtype; without them those in bfloat16
     take 400 times as long as in float32."""
     if dtype == torch.bfloat16:
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -32,7 +32,7 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
 
 def pick_dtype(dtype: str, device: str, wide: bool, only_stored: bool = False) -> str:
     """`auto` to the fastest dtype for a model's weights; on a CPU bfloat16 pays if the model is
-    `wide`, and there are instructions for products, or weights are `only_stored` in it."""
+    `wide`, and there are instructions for matmuls, or weights are `only_stored` in it."""
     if dtype != "auto":
         return dtype
     if device == "cuda":
@@ -78,11 +78,11 @@ def use_float32_attention(model: nn.Module) -> bool:
 
 
 def choose_algorithms(deterministic: bool):
-    """Products of float32 in TF32 where a GPU has it; nothing changes on a CPU. deterministic: the
+    """Matmuls of float32 in TF32 where a GPU has it; nothing changes on a CPU. deterministic: the
     same numbers in every run, https://docs.pytorch.org/docs/stable/notes/randomness.html"""
     torch.set_float32_matmul_precision("high")
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matmul
         torch.use_deterministic_algorithms(True)
 
 

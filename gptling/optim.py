@@ -66,11 +66,11 @@ def orthogonalise(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
     square, exact = x.size(1) == x.size(2), x.dtype == torch.float32 and x.device.type == "cpu"
     at_once = 1 if square else 5 if exact else 3
     for first in range(0, steps, at_once):
-        x = product_of_steps(x @ x.mT, min(at_once, steps - first)) @ x
+        x = steps_as_matrix(x @ x.mT, min(at_once, steps - first)) @ x
     return x.mT if tall else x
 
 
-def product_of_steps(gram: torch.Tensor, steps: int) -> torch.Tensor:
+def steps_as_matrix(gram: torch.Tensor, steps: int) -> torch.Tensor:
     """What so many steps multiply x by, of its Gram matrix (n, rows, rows) alone."""
     a, b, c = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024
     product = None

@@ -89,13 +89,12 @@ class Processes:
             if getattr(autocast, "fast_dtype", None) == torch.float16:
                 raise UserError("--fsdp: float16's scale is not shared; use another --dtype")
             from torch.distributed.device_mesh import init_device_mesh  # slow to import
-            from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+            from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(self.device, (self.world_size,))
             for block in dict.fromkeys(model.h):  # a shared one once
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
-            register_fsdp_forward_method(model, "next_logits")  # generation's other door
             return model
         model.to(self.device)
         if self.world_size == 1:

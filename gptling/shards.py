@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,32 +48,33 @@ NOTHING = {"documents": 0, "characters": 0, "train": 0, "val": 0}  # bytes of te
 
 @dataclass
 class CorpusPosition:
-    """How far a corpus is read: so many pieces of a source, and what is counted of it."""
+    """How far a corpus is read: so many pieces of the source with this number. What is counted up
+    to here, and up to the beginning of that source, from which it has to be read again."""
 
     source: int = 0
     pieces: int = 0
-    before: dict[str, int] = field(default_factory=NOTHING.copy)  # in the sources before it
+    before: dict[str, int] = field(default_factory=NOTHING.copy)
     count: dict[str, int] = field(default_factory=NOTHING.copy)
 
 
 def split_documents(
     sources: Sequence[Source], first_sizes: Sequence[int], start: CorpusPosition
 ) -> Iterator[tuple[CorpusPosition, str, str]]:
-    """(place behind it, "train" or "val", text) for the pieces of the corpus behind `start`, in
+    """(position behind it, "train" or "val", text) for the pieces of the corpus behind `start`, in
     order; an empty text where a document ends there."""
-    source, pieces, before, count = start.source, 0, start.before, dict(start.before)
-    for i, (size, text_pieces) in read(sources, "encode", first=source):
-        if i != source:
-            source, pieces, before = i, 0, dict(count)
-        seen = count["train"] + count["val"]
-        part = training_part(size, seen, count["val"], first_sizes)
-        count["documents"] += 1
-        for split, text, n_bytes in _split_pieces(text_pieces, part):
-            pieces += 1
-            count["characters"] += len(text)
-            count[split] += n_bytes
-            if (source, pieces) > (start.source, start.pieces):
-                yield CorpusPosition(source, pieces, before, dict(count)), split, text
+    at = CorpusPosition(start.source, 0, start.before, dict(start.before))
+    for source, (size, pieces) in read(sources, "encode", first=start.source):
+        if source != at.source:
+            at = CorpusPosition(source, 0, at.count, dict(at.count))
+        seen = at.count["train"] + at.count["val"]
+        part = training_part(size, seen, at.count["val"], first_sizes)
+        at.count["documents"] += 1
+        for split, text, n_bytes in _split_pieces(pieces, part):
+            at.pieces += 1
+            at.count["characters"] += len(text)
+            at.count[split] += n_bytes
+            if (at.source, at.pieces) > (start.source, start.pieces):
+                yield replace(at, count=dict(at.count)), split, text
 
 
 def _split_pieces(pieces, part):

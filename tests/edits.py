@@ -66,11 +66,22 @@ EDITS = {
             ("        self.wpe = nn.Embedding(config.block_size, config.n_embd)\n", ""),
             (" + self.wpe(positions)", ""),
             (
-                "        return None\n\n\nclass MLP",
+                "        return mask | ~has_key, has_key\n",
                 "        slopes = 2.0 ** (-8 * torch.arange(1, self.n_head + 1) / self.n_head)\n"
                 "        distance = torch.arange(past, past + T)[:, None] - torch.arange(S)\n"
-                "        return -slopes[:, None, None] * distance\n\n\nclass MLP",
+                "        bias = -slopes[:, None, None] * distance\n"
+                "        return bias.masked_fill(~(mask | ~has_key), -math.inf), has_key\n",
             ),
+        ]
+    ),
+    "a window of 5 keys": Edit(
+        [
+            (
+                "        mask = self.causal_mask[None, None, past : past + T, :S]\n",
+                "        mask = self.causal_mask[None, None, past : past + T, :S]\n"
+                "        distance = torch.arange(past, past + T)[:, None] - torch.arange(S)\n"
+                "        mask = mask & (distance < 5)\n",
+            )
         ]
     ),
     "rotary positions": Edit(
@@ -206,10 +217,6 @@ class Block(nn.Module):''',
             (
                 "x = self.hidden(idx, padding_mask, cache)  # (B, T, C)",
                 "x, balance = self.hidden(idx, padding_mask, cache)",
-            ),
-            (
-                "self.hidden(idx, padding_mask, cache)[:, -1]",
-                "self.hidden(idx, padding_mask, cache)[0][:, -1]",
             ),
             (
                 "self.losses, x, targets) / n_targets",

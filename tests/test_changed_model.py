@@ -252,7 +252,6 @@ def test_a_change_far_back_in_the_window_shows(tmp_path):
     model = random_model(sys.modules["model"], block_size=1024)
     for block in model.h:
         block.attn.causal_mask = torch.ones(1024, 1024).tril().triu(-1000).bool()
-        block.attn.plain_mask = False
     assert "gives other logits (1024 tokens tried)" in why_not_gpt2(model)
 
 

@@ -310,7 +310,7 @@ def test_compiling_changes_no_logits_but_for_rounding(model_class, dtype, padded
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiling_a_block_of_a_wide_model_changes_no_logits(dtype, native, monkeypatch, capfd):
     """One compilation for all blocks, two for the output layer, whose row is the last of many or
-    stands alone; also in bfloat16 where products are in float32."""
+    stands alone; also in bfloat16 where matmuls are in float32."""
     monkeypatch.setattr(
         "gptling.decoding.has_fast_matmul", lambda dtype: native or dtype.itemsize > 2
     )

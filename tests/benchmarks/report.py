@@ -35,7 +35,7 @@ def machine() -> str:
 
 
 def dtypes() -> list[str]:
-    """Those in which this machine computes products; emulated bfloat16 takes 400 times as long."""
+    """Those in which this machine computes matmuls; emulated bfloat16 takes 400 times as long."""
     import torch
 
     from gptling.devices import has_fast_matmul

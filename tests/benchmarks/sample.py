@@ -141,7 +141,7 @@ def prompt(repetitions: int):
                 name = f"gptling, {dtype}{', --compile' * compile}"
                 cases[name] = common | dict(who="gptling", dtype=dtype, compile=compile)
                 base[name] = peer
-        stored = "gptling, bfloat16, --compile"  # also where products are in float32
+        stored = "gptling, bfloat16, --compile"  # also where matmuls are in float32
         cases[stored] = common | dict(who="gptling", dtype="bfloat16", compile=True)
         base.setdefault(stored, "transformers, float32")
         cases["CTranslate2, float32"] = common | dict(who="ctranslate2", dtype="float32")

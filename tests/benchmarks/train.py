@@ -129,7 +129,7 @@ def worker(case: dict):
 
 
 def matmul_flops() -> dict[str, float]:
-    """The highest rate of matrix products of 2048 x 2048 that this machine shows, per dtype."""
+    """The highest rate of matmuls of 2048 x 2048 that this machine shows, per dtype."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
