@@ -7,7 +7,7 @@ stays as it is. The first logits of the copy are compared with those of the mode
 import copy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -151,8 +151,7 @@ def compile_steps(model: nn.Module, by_block: bool):
     """Compile what a new token takes: one block, which all share, in a small part of the time; or
     all at once, for a narrow model, whose calls cost more than its matmuls, and on a GPU."""
     if not by_block:
-        options = {"guard_filter_fn": without_new_methods}
-        model.next_logits = Compiled(model.next_logits, one_token, options)
+        model.next_logits = Compiled(model.next_logits, one_token)
         return
     for block in dict.fromkeys(model.h):
         block.forward = Compiled(block.forward, one_token)
@@ -167,16 +166,10 @@ def one_token(x, *arguments) -> bool:
     return x.size(1) == 1 and past >= 2
 
 
-def without_new_methods(guards: Sequence) -> list[bool]:
-    """Which of the things that a compilation relies on are asked about at every call: not whether
-    modules have got other methods since, which takes a 20th of a small model's step."""
-    return [guard.guard_type != "NOT_PRESENT_IN_GENERIC_DICT" for guard in guards]
-
-
 class Compiled:
     """A function that is compiled where its arguments are `ready` for it, otherwise as it is."""
 
-    def __init__(self, plain: Callable, ready: Callable[..., bool], options: dict | None = None):
+    def __init__(self, plain: Callable, ready: Callable[..., bool]):
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
         from torch._dynamo.utils import counters  # both are slow to import
 
@@ -185,7 +178,7 @@ class Compiled:
         # One compilation for any length of the cache.
         torch.compiler.config.dynamic_sources = r"L\['cache'\](\[\d+\])?\.length"
         torch._dynamo.config.skip_nnmodule_hook_guards = False  # blocks may differ in hooks
-        self.compiled = torch.compile(plain, fullgraph=True, options=options)
+        self.compiled = torch.compile(plain, fullgraph=True)
 
     def __call__(self, *arguments):
         if not self.ready(*arguments):

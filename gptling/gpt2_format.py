@@ -5,15 +5,14 @@
 
 config.json and model.safetensors are those of transformers' GPT2LMHeadModel where the model
 computes what a GPT-2 computes, which is tried at every save. Another architecture is stored in the
-same files under another model_type, so that no other program takes it for a GPT-2. Some of its
-logits are stored too, and loading sees whether model.py still computes them.
+same files under another model_type, so that no other program takes it for a GPT-2. Some numbers of
+its logits are stored too, and loading sees whether model.py still computes them.
 """
 
 import contextlib
 import copy
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -32,16 +31,13 @@ HF_NAMES = {"block_size": "n_positions", "dropout": "resid_pdrop"}
 GPT2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 GPT2 |= {"add_cross_attention": False, "tie_word_embeddings": True}
-# Multiplications that logits may take, whole sequences of a model of 150 M when it is saved (half a
-# step of training), 16 tokens of it when it is loaded (a tenth of what loading takes).
-WHEN_SAVED, WHEN_LOADED = 1.5e11, 2e9
-
-
-NOT_FINITE = "its logits contain NaN or infinity"
+# Multiplications that it may take to see what a model computes: whole sequences of up to 150 M
+# parameters at a save, 16 tokens of 124 M when loading, which takes a tenth longer for it.
+AT_A_SAVE, AT_A_LOAD = 1.5e11, 2e9
 
 
 class ChangedModelError(ValueError):
-    """model.py computes something else than the model in a checkpoint."""
+    """model.py computes something else than the model in a checkpoint did."""
 
 
 # ---------------------------------------------------------------------------- what a GPT-2 is
@@ -91,8 +87,8 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def with_zero_biases(model: nn.Module, tensors: dict[str, torch.Tensor]):
-    """The published tensors, with zeros for the biases that a GPT-2 has besides."""
+def with_zero_biases(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Published tensors, and zeros for the biases that a GPT-2 has besides."""
     shapes, like = gpt2_shapes(model.config), next(iter(tensors.values()))
     missing = [name for name in shapes if name.endswith(".bias") and name not in tensors]
     return tensors | {name: like.new_zeros(shapes[name]) for name in missing}
@@ -115,51 +111,51 @@ def exact(model: nn.Module) -> Iterator[nn.Module]:
         model.train(training)
 
 
-def number_of_ids(model: nn.Module, operations: float) -> int:
-    """How many ids, at most block_size, a forward pass takes that many multiplications for."""
-    n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return min(model.config.block_size, max(16, int(operations / n_parameters)))
-
-
-def fixed_ids(model: nn.Module, n: int) -> torch.Tensor:
+def fixed_ids(model: nn.Module, n: int = 0, operations: float = AT_A_LOAD) -> torch.Tensor:
+    """The same n ids (1, n) always, or as many of block_size as take that many multiplications."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    n = n or min(model.config.block_size, max(16, int(operations / size)))
     i = torch.arange(n, device=next(model.parameters()).device)
-    return (31 * i * i + 7 * i + 3)[None] % model.config.vocab_size  # (1, n)
+    return (31 * i * i + 7 * i + 3)[None] % model.config.vocab_size
+
+
+def mean_logits(model: nn.Module, n: int = 0) -> torch.Tensor:
+    """The logits behind fixed ids as 16 numbers, each the mean of every 16th of them."""
+    with exact(model) as model:
+        logits = model(fixed_ids(model, n))[0][0, -1].clamp(min=-1e4).cpu()  # some mask with -inf
+    return torch.stack([logits[i % len(logits) :: 16].mean() for i in range(16)])
 
 
 def same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether they differ by rounding alone: that is up to 1e-5 of their spread, where the erf form
     of GELU in the place of the tanh form makes 3e-4 to 1e-3."""
-    spread = float(expected.std(correction=0))
-    return spread < math.inf and torch.allclose(logits, expected, rtol=1e-5, atol=1e-4 * spread)
+    spread = expected.std(correction=0).nan_to_num(posinf=0.0)
+    return torch.allclose(logits, expected, rtol=1e-5, atol=1e-4 * float(spread))
 
 
-def why_not_gpt2(model: nn.Module, operations: float = WHEN_SAVED) -> str:
+def why_not_gpt2(model: nn.Module, operations: float = AT_A_SAVE) -> str:
     """Why a program that takes the model for a GPT-2 would compute something else; "" if it would
     compute the same. Tried on block_size ids, or as many as take so many multiplications."""
     with exact(model) as model:
-        tensors = with_zero_biases(model, published_tensors(model))
-        published = gpt2_shapes(model.config)
-        for name in tensors | published:
-            if name not in published:
-                return f"a GPT-2 has no {name}"
-            if name not in tensors:
-                return f"a GPT-2 has {name}"
-            if tensors[name].shape != published[name]:
-                return f"{name} is {tuple(tensors[name].shape)}, in a GPT-2 {published[name]}"
-        idx = fixed_ids(model, number_of_ids(model, operations))
-        logits = model(idx)[0]
-        if not logits.amax().isfinite():
-            return NOT_FINITE
-        if not same(logits, gpt2_logits(tensors, model.config, idx)):
-            return f"a GPT-2 with these weights gives other logits ({idx.size(1)} tokens tried)"
-    return ""
+        tensors, shapes = (
+            with_zero_biases(model, published_tensors(model)),
+            gpt2_shapes(model.config),
+        )
+        for name in tensors | shapes:
+            if name not in tensors or tensors[name].shape != shapes.get(name):
+                return f"{name} is not as in a GPT-2"
+        idx = fixed_ids(model, operations=operations)
+        if same(model(idx)[0], gpt2_logits(tensors, model.config, idx)):
+            return ""
+        return f"a GPT-2 with these weights gives other logits ({idx.size(1)} tokens tried)"
 
 
-def mean_logits(model: nn.Module, n: int) -> torch.Tensor:
-    """The logits after n fixed ids as 16 numbers, each the mean of every 16th of them."""
-    with exact(model) as model:
-        logits = model(fixed_ids(model, n))[0][0, -1].clamp(min=-1e4).cpu()  # some mask with -inf
-    return torch.stack([logits[i % len(logits) :: 16].mean() for i in range(16)])
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """A hash of some numbers of each tensor: weights of another program, stored beside our
+    config.json, have another."""
+    rows = [(name, t.shape, t.reshape(-1)[:: 1 + t.numel() // 8]) for name, t in tensors.items()]
+    rows = sorted((name, *shape, *numbers.tolist()) for name, shape, numbers in rows)
+    return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------- out, and in again
@@ -170,26 +166,24 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     the tokenizer's JSON text is given. Returns why_not_gpt2, which config.json says too."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors, reason = published_tensors(model), why_not_gpt2(model)
+    tensors, reason, logits = published_tensors(model), why_not_gpt2(model), mean_logits(model)
     tensors = tensors if reason else with_zero_biases(model, tensors)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    n = number_of_ids(model, WHEN_LOADED)
-    logits = mean_logits(model, n)
-    check = {"tokens": n, "logits": logits.tolist(), "weights": digest(tensors)}
+    check = {"tokens": fixed_ids(model).size(1), "logits": logits.tolist()}
+    check = check | {"weights": digest(tensors)} if logits.isfinite().all() else None
     tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
     special = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
     end_of_text = {token["content"]: token["id"] for token in special}.get(END_OF_TEXT)
-    sizes = asdict(model.config)
+    sizes, dropout = asdict(model.config), model.config.dropout
     config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
     if reason:
-        config = {"model_type": "gptling", "architectures": ["GPT"], "fields": list(sizes)}
-        config |= {"not_gpt2": reason}
+        config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
+        config |= {"fields": list(sizes)}
     config |= {HF_NAMES.get(name, name): value for name, value in sizes.items()}
-    config |= {"embd_pdrop": model.config.dropout, "attn_pdrop": model.config.dropout}
-    config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    config |= {"check": check if logits.isfinite().all() else None}
+    config |= {"embd_pdrop": dropout, "attn_pdrop": dropout}
+    config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "check": check}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     if tokenizer_json is not None:
         # Not GPT2Tokenizer, which would put GPT-2's split pattern in the place of ours.
@@ -202,18 +196,6 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     return reason
 
 
-class SkipInit(TorchFunctionMode):
-    """Leave parameters as they are: they are loaded next, and random numbers take two seconds for
-    124 M."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        initialises = getattr(func, "__module__", None) == "torch.nn.init"
-        if initialises and isinstance(kwargs["tensor"], nn.Parameter):
-            return kwargs["tensor"]
-        return func(*args, **kwargs)
-
-
 def load(model_class: type, directory: str | Path, tensors=None, allow_changed=False, **changes):
     """The model, in eval mode and float32, of a directory with config.json, model.safetensors and
     perhaps tokenizer.json, as `save` or Hugging Face's GPT2LMHeadModel write them.
@@ -224,7 +206,7 @@ def load(model_class: type, directory: str | Path, tensors=None, allow_changed=F
     Hugging Face stores, a tied lm_head.weight and biases of zeros may be left over); of these
     ChangedModelError, unless allow_changed, where model.py computes something else."""
     directory = Path(directory)
-    stored = read_config(directory)
+    stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(directory / "model.safetensors") if tensors is None else tensors
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     config = model_class.config_class(**stored_sizes(model_class, stored) | changes)
@@ -243,8 +225,14 @@ def load(model_class: type, directory: str | Path, tensors=None, allow_changed=F
     return model.eval()
 
 
-def read_config(directory: str | Path) -> dict:
-    return json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+class SkipInit(TorchFunctionMode):
+    """Leave parameters as they are: they are loaded next, and 124 M random numbers take 2 s."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        of_parameter = isinstance((kwargs or {}).get("tensor"), nn.Parameter)
+        if of_parameter and getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **kwargs or {})
 
 
 def stored_sizes(model_class: type, stored: dict) -> dict:
@@ -254,8 +242,7 @@ def stored_sizes(model_class: type, stored: dict) -> dict:
 
 
 def check_sizes(config, stored: dict, tensors: dict[str, torch.Tensor]):
-    """Raises ValueError where config.json is of other tensors than these, or has fields that
-    model.py does not know."""
+    """Raises ValueError where config.json is of other tensors, or has fields that are not known."""
     if unknown := sorted(set(stored.get("fields", ())) - vars(config).keys()):
         raise ValueError(f"it has {', '.join(unknown)}, which {type(config).__name__} has not")
     if config.n_layer > len(tensors):
@@ -296,32 +283,18 @@ def check_logits(model: nn.Module, stored: dict, tensors: dict[str, torch.Tensor
     or, if none are stored of these tensors, where only one of the two is a GPT-2."""
     check = stored.get("check") or {}
     if check.get("weights") == digest(tensors) and 0 < check["tokens"] <= model.config.block_size:
-        logits = mean_logits(model, check["tokens"])
-        if not logits.isfinite().all():
-            raise ValueError(f"{NOT_FINITE}: its weights are damaged")
-        if not same(logits, torch.tensor(check["logits"])):
-            raise ChangedModelError("its logits are other ones than those in config.json")
+        if not same(mean_logits(model, check["tokens"]), torch.tensor(check["logits"])):
+            raise ChangedModelError("it gives other logits than those in config.json")
         return
-    kind, reason = stored.get("model_type", "gpt2"), why_not_gpt2(model, WHEN_LOADED)
+    kind, reason = stored.get("model_type", "gpt2"), why_not_gpt2(model, AT_A_LOAD)
+    if reason and not mean_logits(model).isfinite().all():
+        raise ValueError("its logits contain NaN or infinity")
     if (kind == "gpt2") == bool(reason):
         raise ChangedModelError(f"model_type is {kind!r:.50}, but {reason or 'it is a GPT-2'}")
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """A hash of some numbers of each tensor: weights that another program has trained on, and
-    stored beside a config.json of ours, have another."""
-    sha256 = hashlib.sha256()
-    for name in sorted(tensors):
-        numbers = tensors[name].reshape(-1)
-        numbers = numbers[:: max(1, len(numbers) // 8)].tolist()
-        sha256.update(f"{name} {tuple(tensors[name].shape)} {numbers}".encode())
-    return sha256.hexdigest()[:16]
 
 
 def token_ids(tokenizer_json: str) -> list[int]:
     """The ids that a tokenizer has, given its tokenizer.json as text."""
     tokenizer = json.loads(tokenizer_json)
-    return [
-        *tokenizer["model"]["vocab"].values(),
-        *(token["id"] for token in tokenizer["added_tokens"]),
-    ]
+    special = [token["id"] for token in tokenizer["added_tokens"]]
+    return [*tokenizer["model"]["vocab"].values(), *special]

@@ -27,6 +27,7 @@ from tests.edits import EDITS, Edit, edited_module
 from tests.test_model import generate
 from train import TrainConfig, configure_optimizers
 
+pytestmark = pytest.mark.gpt2  # the edits are of the unchanged model.py
 SIZES = {"block_size": 16, "vocab_size": 97, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 

@@ -34,6 +34,7 @@ from tests.conftest import ROOT, output_of, run_here, run_script
 transformers = pytest.importorskip(
     "transformers", reason="pip install -e '.[test]' brings transformers"
 )
+pytestmark = pytest.mark.gpt2
 TEXT = "".join(f"{n} green bottles, a café in 中国 🙂\n" for n in range(300))
 PROMPT = "12 green"
 N = 24  # greedy tokens

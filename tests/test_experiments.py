@@ -15,6 +15,7 @@ from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests.conftest import ROOT, TEXT
 
+pytestmark = pytest.mark.gpt2  # the patches are of the unchanged code
 PATCHES = sorted((ROOT / "docs" / "experiments").glob("*.patch"))
 
 

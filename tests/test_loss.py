@@ -54,18 +54,7 @@ class Smoothed(GPT):
         return F.cross_entropy(logits.float(), targets, **options)
 
 
-class LearnedTemperature(GPT):
-    """A parameter that the loss uses, and nothing else."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.temperature = nn.Parameter(torch.tensor([2.0]))
-
-    def losses(self, logits, targets):
-        return super().losses(logits / self.temperature, targets)
-
-
-KINDS = [GPT, SoftCapped, TanhLast, Masked, OtherHead, ZLoss, Smoothed, LearnedTemperature]
+KINDS = [GPT, SoftCapped, TanhLast, Masked, OtherHead, ZLoss, Smoothed]
 
 
 def make_model(kind=GPT, sharp=3.0, **sizes):
@@ -136,7 +125,7 @@ def test_bfloat16_gradients_are_those_of_float32_but_for_rounding(kind, T, piece
             gradients.append(loss_and_gradients(model, idx, targets))
     for exact, rounded in zip(*gradients, strict=True):
         assert rounded.dtype == torch.float32
-        assert (exact - rounded).norm() < 0.03 * exact.norm() + 1e-6
+        assert (exact - rounded).norm() < 0.1 * exact.norm() + 1e-6
 
 
 @pytest.mark.parametrize("n, scale, ids", [(20_000, 1024.0, 3), (64, 8192.0, 4)])
@@ -168,36 +157,47 @@ def test_memory_that_autograd_has_kept_is_not_written_to(monkeypatch):
         assert asked == [(64, 97)] * times, kind
 
 
-def test_losses_that_are_not_one_a_row_are_an_error():
-    class Mean(GPT):
-        def losses(self, logits, targets):
-            return super().losses(logits, targets).mean()
+class InForward(GPT):
+    """Its loss is of other logits than those of logits()."""
 
-    model = make_model(Mean)
-    model.loss_in_pieces = loss_in_pieces
-    with pytest.raises(AssertionError, match="a loss for each row"):
-        model(*batch())
+    def forward(self, idx, targets=None, **options):
+        logits, loss = super().forward(idx, targets, **options)
+        if logits is not None and targets is not None:
+            loss = self.losses(0.5 * logits.flatten(0, 1), targets.flatten()).mean()
+        return logits, loss
 
 
-def test_a_loss_that_forward_computes_otherwise_stays_as_it_is(capsys):
-    class InForward(GPT):
-        def forward(self, idx, targets=None, **options):
-            logits, loss = super().forward(idx, targets, **options)
-            if logits is not None and targets is not None:
-                loss = self.losses(0.5 * logits.flatten(0, 1), targets.flatten()).mean()
-            return logits, loss
+class LearnedTemperature(GPT):
+    """A parameter that losses() uses, whose gradient pieces would not give."""
 
-    for kind, said in ((GPT, 0), (SoftCapped, 0), (InForward, 1)):
-        model = make_model(kind, dropout=0.2)
-        before = torch.get_rng_state()
-        use_loss_in_pieces(model)
-        assert torch.equal(torch.get_rng_state(), before)
-        assert (model.loss_in_pieces is None) == said
-        assert capsys.readouterr().out.count("forward has another loss") == said
+    def __init__(self, config):
+        super().__init__(config)
+        self.temperature = nn.Parameter(torch.tensor([2.0]))
+
+    def losses(self, logits, targets):
+        return super().losses(logits / self.temperature, targets)
+
+
+class OverRows(GPT):
+    """A row's loss depends on the other rows."""
+
+    def losses(self, logits, targets):
+        return super().losses(logits - logits.mean(0), targets)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, InForward, LearnedTemperature, OverRows])
+def test_a_loss_that_pieces_would_not_give_stays_as_it_is_and_that_is_said(kind, capsys):
+    model = make_model(kind, dropout=0.2)
+    model.wpe.weight.requires_grad_(False)
+    before = torch.get_rng_state()
+    use_loss_in_pieces(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (model.loss_in_pieces is None) == (kind not in KINDS)
+    assert capsys.readouterr().out.count("another than forward's") == (kind not in KINDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [GPT, SoftCapped, LearnedTemperature])
+@pytest.mark.parametrize("kind", [GPT, SoftCapped, TanhLast])
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_model_has_the_same_loss_and_gradients(kind, dtype, pieces):

@@ -35,6 +35,7 @@ def tokenizer_json():
     return tokenizer_to_json(build_tokenizer("char", alphabet, end_of_text=True))
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("bias", [True, False])
 def test_transformers_reads_our_directory(tmp_path, bias, tokenizer_json):
     model, idx = random_model(bias), torch.randint(28, (3, 16))
@@ -49,6 +50,7 @@ def test_transformers_reads_our_directory(tmp_path, bias, tokenizer_json):
     assert torch.equal(again(idx)[0], model(idx)[0])
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize("base_only", [False, True])  # keys with and without `transformer.`
 @pytest.mark.parametrize("shards", [1, 3])
 def test_we_read_a_directory_of_transformers(tmp_path, base_only, shards):
@@ -65,6 +67,7 @@ def test_we_read_a_directory_of_transformers(tmp_path, base_only, shards):
     torch.testing.assert_close(model(idx)[0], other(idx).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.gpt2
 def test_our_names_are_those_of_the_published_checkpoints(tmp_path):
     save(random_model(True), tmp_path)
     ours = load_file(tmp_path / "model.safetensors")
@@ -83,6 +86,7 @@ def test_auto_tokenizer_gives_our_ids_and_text(tmp_path, tokenizer_json):
     assert auto.eos_token_id == ours.eot_token
 
 
+@pytest.mark.gpt2
 def test_greedy_text_is_that_of_transformers(tmp_path, tokenizer_json):
     model = random_model(True)
     save(model, tmp_path, tokenizer_json)
@@ -95,6 +99,7 @@ def test_greedy_text_is_that_of_transformers(tmp_path, tokenizer_json):
     assert theirs[0, 3:].tolist() == ours.tolist()
 
 
+@pytest.mark.gpt2
 def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
     save(random_model(False), tmp_path)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -145,6 +150,7 @@ def hub_cache(directory, name, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
+@pytest.mark.gpt2
 def test_a_gpt2_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
     hub_cache(tmp_path, "gpt2", monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -195,6 +201,7 @@ def gpt2_directory(path, vocab_size=100, **options):
     return model
 
 
+@pytest.mark.gpt2
 def test_only_the_shards_that_the_index_names_are_read(tmp_path):
     other = gpt2_directory(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
@@ -220,6 +227,7 @@ def test_only_the_shards_that_the_index_names_are_read(tmp_path):
             load_model(GPT, tmp_path)
 
 
+@pytest.mark.gpt2
 def test_weights_in_one_file_come_before_older_shards(tmp_path):
     gpt2_directory(tmp_path, max_shard_size="20KB")
     other = gpt2_directory(tmp_path / "other")
@@ -230,6 +238,7 @@ def test_weights_in_one_file_come_before_older_shards(tmp_path):
     assert torch.equal(ours, other.transformer.wte.weight)
 
 
+@pytest.mark.gpt2
 def test_a_pickle_is_not_opened_and_its_remedy_works(tmp_path):
     model = gpt2_directory(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -248,6 +257,7 @@ def test_a_pickle_is_not_opened_and_its_remedy_works(tmp_path):
 # ---------------------------------------------------------------------------- strictness
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -275,6 +285,7 @@ def test_a_config_that_the_weights_do_not_fit_is_refused(tmp_path, changes, name
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.gpt2
 @pytest.mark.parametrize(
     "name, tensor",
     [
@@ -298,6 +309,7 @@ def test_a_tensor_that_is_missing_left_over_or_of_another_shape_is_named(tmp_pat
         load(GPT, tmp_path)
 
 
+@pytest.mark.gpt2
 def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
     model, idx = random_model(False), torch.randint(28, (3, 16))
     save(model, tmp_path)
@@ -313,6 +325,7 @@ def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
 # ---------------------------------------------------------------------------- a changed model.py
 
 
+@pytest.mark.gpt2
 @pytest.mark.slow
 def test_a_changed_model_py_trains_resumes_and_samples(tmp_path):
     """A new field of GPTConfig is a flag at once, stored, and kept by a resumed run."""
@@ -378,6 +391,7 @@ def test_model_py_works_when_it_is_copied_away_alone(tmp_path):
 # ---------------------------------------------------------------------------- the curve
 
 
+@pytest.mark.gpt2
 def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(trained, tmp_path):
     """A change of initialisation, batches, schedule or optimizer shows here; if it is meant, the
     figures are made anew. Float32 and one thread, so that processors differ little."""
