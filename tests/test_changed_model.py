@@ -263,6 +263,19 @@ def test_models_with_the_same_tensors_are_told_apart(tmp_path):
         load(alibi.GPT, tmp_path)
 
 
+def test_a_token_that_is_masked_with_minus_infinity_leaves_numbers_to_compare(tmp_path):
+    class Masked(GPT):
+        def logits(self, x):
+            return super().logits(x).index_fill(-1, torch.tensor([96]), -math.inf)
+
+    masked = SimpleNamespace(GPT=Masked, GPTConfig=GPTConfig)
+    save(random_model(masked), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["check"]
+    load(Masked, tmp_path)
+    with pytest.raises(ChangedModelError):
+        load(GPT, tmp_path)
+
+
 def test_shared_blocks_are_stored_once_and_no_other_blocks_are_taken_for_them(tmp_path):
     shared = edited_module("shared blocks")
     save(random_model(shared), tmp_path / "shared")

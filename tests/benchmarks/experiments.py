@@ -1,12 +1,12 @@
 """What each patch of docs/experiments/ does to the quick start: time of a step, loss.
 
-    python tests/benchmarks/experiments.py               # all, about 40 minutes on two cores
+    python tests/benchmarks/experiments.py               # all, about two hours on two cores
     python tests/benchmarks/experiments.py rope lion     # these only
 
-For the step times, unchanged and patched code take turns of ten steps. Then every seed trains the
+For the step times, unchanged and patched code take turns of 60 steps. Then every seed trains the
 quick start's recipe with as many steps as it has, and, where a step takes another time, once more
-with as many as fit into the unchanged code's time. The loss is in nats per byte of text, which
-compares across tokenizers.
+with as many as fit into the unchanged code's time: always by the copy's own train.py. The loss is
+in nats per byte of text, which compares across tokenizers.
 """
 
 import json
@@ -45,107 +45,62 @@ def make_copy(directory: Path, name: str) -> tuple[Path, list[str]]:
     return copy, settings.get("flags", "").split()
 
 
-def worker(flags: list[str]):
-    """In a copy: ten steps for each line that comes in; prints their time in seconds."""
-    sys.path.insert(0, "")
-    import itertools
-    import time
-
-    import torch
-
-    import train as script
-    from gptling.cli import load
-
-    preset = script.CONFIG / "quickstart.toml"
-    config, _ = load(script.TrainConfig, "", ["--max_iters=1000", *flags], preset)
-    processes = script.Processes("cpu")
-    data = script.Dataset(config.dataset, config.block_size)
-    model = script.build_model(config, {}, data, None)
-    config.dtype = script.pick_dtype("auto", "cpu", wide=True)
-    dtype = getattr(torch, config.dtype)
-    script.use_loss_in_pieces(model)
-    script.keep_freed_memory()
-    script.use_float32_attention(model)
-    optimizers = script.configure_optimizers(model, config)
-    batches = data.batches(config, range(1000), processes)
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        for x, y in itertools.islice(batches, 10):
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                _, loss = model(x, y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        print(time.perf_counter() - start, flush=True)
+def train(copy: Path, flags: list[str], steps: int, *more: str) -> tuple[list[dict], str]:
+    """The log of a run of the copy's own train.py with so many steps, and how many parameters."""
+    command = [sys.executable, "train.py", f"--max_iters={steps}", f"--eval_interval={steps}"]
+    command += ["--overwrite", "--curves=False", *more, *flags]
+    output = subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True).stdout
+    log = (copy / "out" / "quickstart" / "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in log], re.search(r"([\d,]+) parameters, ", output)[1]
 
 
 def step_ratios(unchanged: tuple, patched: tuple, turns: int) -> list[float]:
-    """The patched code's time for ten steps over the unchanged code's, turn by turn."""
-    workers = []
-    for copy, flags in (unchanged, patched):
-        command = [sys.executable, __file__, "--worker", *flags]
-        pipe = subprocess.PIPE
-        workers.append(subprocess.Popen(command, cwd=copy, stdin=pipe, stdout=pipe, text=True))
+    """The patched code's time for a step over the unchanged code's, turn by turn."""
     ratios = []
-    for _ in range(turns + 1):
-        seconds = []
-        for process in workers:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            seconds.append(float(process.stdout.readline()))
-        ratios.append(seconds[1] / seconds[0])
-    for process in workers:
-        process.communicate()
-    return ratios[1:]  # the first turn warms up
-
-
-def train(copy: Path, flags: list[str], steps: int, seed: int = 1) -> dict:
-    """A run of so many steps: {"loss": nats per byte, "parameters"}."""
-    command = [sys.executable, "train.py", f"--max_iters={steps}", f"--eval_interval={steps}"]
-    command += ["--overwrite", "--curves=False", f"--seed={seed}", *flags]
-    output = subprocess.run(command, cwd=copy, check=True, capture_output=True, text=True).stdout
-    log = (copy / "out" / "quickstart" / "log.jsonl").read_text().splitlines()
-    entries = [json.loads(line) for line in log]
-    return {
-        "loss": entries[-1]["bits_per_byte"] * math.log(2),
-        "parameters": int(output.split(" parameters")[0].replace(",", "").split()[-1]),
-    }
+    for turn in range(turns):
+        ms = {}
+        for side in (unchanged, patched) if turn % 2 else (patched, unchanged):
+            log, _ = train(*side, 60, "--log_interval=1", "--eval_tokens=2000")
+            times = [entry["ms"] for entry in log if "ms" in entry]
+            ms[side is patched] = statistics.median(times[10:])  # the first ones warm up
+        ratios.append(ms[True] / ms[False])
+    return ratios
 
 
 def main(names: list[str]):
     with tempfile.TemporaryDirectory() as path:
         copies = {name: make_copy(Path(path), name) for name in ["unchanged", *names]}
-        ratios = {}
+        ratios, equal_steps, equal_time, sizes = {"unchanged": [1.0, 1.0]}, {}, {}, {}
         for name in names:
-            ratios[name] = step_ratios(copies["unchanged"], copies[name], turns=20)
+            ratios[name] = step_ratios(copies["unchanged"], copies[name], turns=8)
             print(f"{name}: {spread(ratios[name], 2)}", file=sys.stderr)
-        rows, equal_steps, equal_time = [], {}, {}
+
+        def nats_per_byte(name, steps, seed):
+            log, sizes[name] = train(*copies[name], steps, f"--seed={seed}")
+            return log[-1]["bits_per_byte"] * math.log(2)
+
         for seed in SEEDS:
             for name in copies:
-                run = train(*copies[name], STEPS, seed)
-                equal_steps.setdefault(name, []).append(run)
-                ratio = statistics.median(ratios.get(name, [1.0]))
+                loss = nats_per_byte(name, STEPS, seed)
+                equal_steps.setdefault(name, []).append(loss)
+                ratio = statistics.median(ratios[name])
                 if abs(ratio - 1) > 0.03:
-                    run = train(*copies[name], round(STEPS / ratio), seed)
-                equal_time.setdefault(name, []).append(run)
-                losses = f"{equal_steps[name][-1]['loss']:.4f}, {run['loss']:.4f}"
+                    loss = nats_per_byte(name, round(STEPS / ratio), seed)
+                equal_time.setdefault(name, []).append(loss)
+                losses = f"{equal_steps[name][-1]:.4f}, {loss:.4f}"
                 print(f"seed {seed}, {name}: {losses}", file=sys.stderr)
+    rows = []
     for name in copies:
-        losses = [[run["loss"] for run in runs[name]] for runs in (equal_steps, equal_time)]
+        losses = equal_steps[name], equal_time[name]
         means = [f"{statistics.mean(one):.3f} ({min(one):.3f} to {max(one):.3f})" for one in losses]
-        quartiles = statistics.quantiles(ratios.get(name, [1.0, 1.0]), n=4)
+        quartiles = statistics.quantiles(ratios[name], n=4)
         ratio = "{1:.2f} ({0:.2f} to {2:.2f})".format(*quartiles)
-        rows.append([name, f"{equal_steps[name][0]['parameters']:,}", ratio, *means])
+        rows.append([name, sizes[name], ratio, *means])
     header = ["", "parameters", "step time (quartiles)", f"{STEPS} steps", "in equal time"]
     title = f"Quick start, {len(SEEDS)} seeds: nats per byte (mean, low, high); time as a ratio"
     table(title, header, rows)
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        worker(sys.argv[2:])
-        sys.exit()
     print(machine())
     main(sys.argv[1:] or sorted(patch.stem for patch in PATCHES.glob("*.patch")))
