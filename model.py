@@ -16,7 +16,6 @@ References:
 - Press and Wolf 2017, tied embeddings, https://arxiv.org/abs/1608.05859
 """
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -99,6 +98,7 @@ class MultiHeadAttention(nn.Module):
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
         mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
+        self.plain_mask = None  # not known yet: see has_plain_mask
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
         """x (B, T, d_in) to (B, T, d_out).
@@ -118,7 +118,7 @@ class MultiHeadAttention(nn.Module):
         # one token             > 0   1    nothing: it attends to all keys
         # several after a past  > 0   > 1  their rows of mask()
         # padding               any   any  mask(), without the padding
-        if padding_mask is None and (past == 0 or T == 1) and self.has_plain_mask:
+        if padding_mask is None and (past == 0 or T == 1) and self.has_plain_mask():
             options = {"is_causal": self.causal if past == 0 else False}
         else:
             mask, has_key = self.mask(T, S, past, padding_mask)
@@ -162,13 +162,16 @@ class MultiHeadAttention(nn.Module):
         has_key = mask.any(dim=-1, keepdim=True)
         return mask | ~has_key, has_key
 
-    @functools.cached_property
     def has_plain_mask(self) -> bool:
-        """Whether mask() is what the kernel makes itself, and faster: a triangle, or all keys."""
-        mask, _ = self.mask(self.block_size, self.block_size)
-        plain = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
-        plain = plain.tril() if self.causal else plain
-        return mask.dtype == torch.bool and torch.equal(mask, plain.expand_as(mask))
+        """Whether mask() is what the kernel makes itself, and faster: a triangle, or all keys. The
+        first call outside of torch.compile finds out, once: where mask() changes with time,
+        let this return False."""
+        if self.plain_mask is None and not torch.compiler.is_compiling():
+            mask, _ = self.mask(self.block_size, self.block_size)
+            plain = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
+            plain = plain.tril() if self.causal else plain
+            self.plain_mask = mask.dtype == torch.bool and torch.equal(mask, plain.expand_as(mask))
+        return self.plain_mask or False
 
 
 class MLP(nn.Module):

@@ -92,6 +92,20 @@ def test_cached_logits_equal_those_of_the_whole_sequence(chunks, dtype):
     torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], **tolerance)
 
 
+def test_a_model_that_has_never_run_is_compiled_whole():
+    model, idx = make_model(), torch.randint(97, (2, 16))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)  # a break would raise
+    torch.testing.assert_close(compiled(idx)[0], model(idx)[0])
+
+
+def test_parameters_are_counted_without_memory():
+    with torch.device("meta"):
+        model = make_model()
+    assert sum(p.numel() for p in model.parameters()) == sum(
+        p.numel() for p in make_model().parameters()
+    )
+
+
 @pytest.mark.slow
 def test_a_block_is_compiled_inside_its_checkpoint(monkeypatch):
     """Whole, and once for all blocks: a hook around it, as FSDP's is, cuts nothing off."""
