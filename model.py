@@ -53,8 +53,8 @@ class GPTConfig:
 
 
 class KVCache:
-    """The keys and values of one attention layer for the positions seen so far, in memory taken
-    once for block_size: a step copies its own keys only. dtype: that of the keys if not given."""
+    """Keys and values of one attention layer so far. Memory is taken once, for block_size, so that
+    a step copies only its new keys. dtype: the keys' own if None."""
 
     def __init__(self, dtype: torch.dtype | None = None):
         self.k = self.v = None  # (B, nh, block_size, hs)
@@ -83,7 +83,7 @@ class MultiHeadAttention(nn.Module):
     Self-attention, or cross-attention where `context` is given; causal by default. Boolean masks
     say True = may attend. Dropout acts on the attention weights and on the output, in training."""
 
-    attend = staticmethod(F.scaled_dot_product_attention)  # a CPU in bfloat16 is given another
+    attend = staticmethod(F.scaled_dot_product_attention)  # the kernel; a seam for speed
 
     def __init__(
         self, d_in, d_out, block_size, n_head, *, causal=True, dropout=0.0, qkv_bias=False,
@@ -94,11 +94,11 @@ class MultiHeadAttention(nn.Module):
         self.block_size, self.n_head = block_size, n_head
         self.causal, self.dropout = causal, dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
-        self.c_attn.weight.matrices = [d_out, d_out, d_out]  # rows that Muon takes as one each
+        self.c_attn.weight.matrices = [d_out, d_out, d_out]  # three matrices stacked, for Muon
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
         mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
-        self.plain_mask = None  # not known yet: see has_plain_mask
+        self.plain_mask = {}  # not known yet: see has_plain_mask
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
         """x (B, T, d_in) to (B, T, d_out).
@@ -149,9 +149,10 @@ class MultiHeadAttention(nn.Module):
         return [t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v)]
 
     def mask(self, T, S, past=0, padding_mask=None):
-        """Which keys T queries, the first at position `past`, attend to: (B or 1, 1, T, S), True =
-        may attend, and has_key (B or 1, 1, T, 1). All of it stands here. Instead of the bools may
-        be returned what is added to the scores, (B or 1, nh, T, S) with -inf for a hidden key."""
+        """Which keys T queries attend to, the first of them at position `past`: (B or 1, 1, T, S),
+        True = may attend; and has_key (B or 1, 1, T, 1). Nothing else decides it. A mask of floats,
+        (B or 1, nh, T, S), is added to the scores instead, -inf for a hidden key. Positions are
+        columns: a row with padding begins later. One that changes with time: see below."""
         mask = self.causal_mask[None, None, past : past + T, :S]
         if padding_mask is not None:
             if padding_mask.dtype != torch.bool:
@@ -164,14 +165,15 @@ class MultiHeadAttention(nn.Module):
 
     def has_plain_mask(self) -> bool:
         """Whether mask() is what the kernel makes itself, and faster: a triangle, or all keys. The
-        first call outside of torch.compile finds out, once: where mask() changes with time,
-        let this return False."""
-        if self.plain_mask is None and not torch.compiler.is_compiling():
+        first call outside of torch.compile finds out, in training and in evaluation. Where mask()
+        changes with time or from batch to batch, let this return False."""
+        if self.training not in self.plain_mask and not torch.compiler.is_compiling():
             mask, _ = self.mask(self.block_size, self.block_size)
             plain = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
             plain = plain.tril() if self.causal else plain
-            self.plain_mask = mask.dtype == torch.bool and torch.equal(mask, plain.expand_as(mask))
-        return self.plain_mask or False
+            same = mask.dtype == torch.bool and torch.equal(mask, plain.expand_as(mask))
+            self.plain_mask[self.training] = same
+        return self.plain_mask.get(self.training, False)
 
 
 class MLP(nn.Module):
@@ -208,9 +210,9 @@ class Block(nn.Module):
 def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
     """Logits (B, V) to the probabilities (B, V) that the next token is drawn from.
 
-    temperature divides the logits, 0 is greedy. Then only these stay: the top_k likeliest (0: all);
-    of what is left the fewest likeliest that reach top_p in sum (Holtzman et al. 2019,
-    https://arxiv.org/abs/1904.09751); of those the ones with at least min_p of the likeliest's
+    temperature divides the logits; 0 takes the likeliest. Then, in this order: keep the top_k
+    likeliest (0: all); keep the fewest likeliest whose sum reaches top_p (Holtzman et al. 2019,
+    https://arxiv.org/abs/1904.09751); drop what has less than min_p times the likeliest's
     probability (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082). The likeliest stays."""
     require(0 <= temperature < math.inf, f"temperature={temperature}: must be at least 0")
     require(top_k >= 0, f"top_k={top_k}: must be at least 0")
@@ -339,8 +341,8 @@ class GPT(nn.Module):
 
     def losses(self, logits, targets):
         """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 where a target is -100.
-        Row by row, for it may be given some rows at a time; `if self.training:` is for what a
-        validation loss has not. In float32: a sum over V exponentials needs the digits."""
+        Each row by itself: training may call it with some of the rows. What belongs to the training
+        loss alone stands behind `if self.training:`. float32, for a sum over V exponentials."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
@@ -380,7 +382,7 @@ class GPT(nn.Module):
         idx (B, T), T >= 1, of which the newest block_size count; prompts of unequal length are
         padded on the left and padding_mask (B, T) is False there: each row gives what it gives
         alone. generator: one for all rows, or a list with one a row. Filters: see next_token_probs.
-        A row that has outgrown the window goes on from its newest block_size / 2 tokens."""
+        Past block_size tokens: see slide_window."""
         require(idx.size(1) > 0, "idx has no tokens: start from end-of-text or a newline")
         block_size = self.config.block_size
         idx = idx[:, -block_size:]

@@ -131,7 +131,7 @@ def write_samples(model: GPT, tokenizer, prompts: list[str], config: SampleConfi
             current = print_in_order(samples, current)
             if all(sample.ended for sample in samples):
                 break
-    except ValueError as error:  # the model's logits are not numbers
+    except ValueError as error:  # the logits contain NaN or infinity
         raise UserError(f"{error}: its weights are damaged, or too large for --dtype") from None
     for sample in samples:
         sample.feed(b"", final=True)

@@ -49,7 +49,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     vocab_multiple: PositiveInt = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
     out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
-    resume: bool = False  # go on from the newest checkpoint in out_dir; flags override, presets not
+    resume: bool = False  # go on from the newest checkpoint in out_dir; explicit flags override
     overwrite: bool = False  # delete the run that is in out_dir
     init_from: str = "scratch"  # scratch, a run, a checkpoint, or the hub name of a GPT-2
     eval_only: bool = False  # only print the loss of init_from over the whole validation split
@@ -61,7 +61,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     muon_lr: float = 0.02  # Muon's highest; it rises and falls with the other
     muon_momentum: Fraction = 0.95  # Muon: decay of the first moment; short runs like it lower
     schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls
-    hold: Fraction = 0.0  # linear: share of steps at the full rate (warm-up, stable, decay)
+    hold: Fraction = 0.0  # linear: share of the steps after warm-up at the full rate
     min_lr: float = 6e-5  # where learning_rate ends
     warmup_iters: int = 100  # steps with a rising learning rate
     weight_decay: float = 0.1  # of matrices; biases and LayerNorms have none
@@ -69,7 +69,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     beta2: Fraction = 0.95  # AdamW: decay of the second moment (of their squares)
     grad_clip: float = 1.0  # the gradient's norm is cut to this; 0 for never
     eval_interval: PositiveInt = 500  # steps between evaluations, each with a checkpoint
-    eval_tokens: int = 0  # validate on the first so many tokens; 0 for the whole split
+    eval_tokens: int = 0  # validate on so many tokens of the split's beginning; 0 for all
     keep_last: PositiveInt = 2  # checkpoints that stay besides the best
     log_interval: PositiveInt = 10  # steps between log lines
     seed: int = 1337  # of initialisation, order of sequences, dropout and samples
@@ -100,8 +100,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
 
 
 # What makes a run another run, and so stays when it is resumed, as the sizes of the model do.
-FIXED = {"dataset", "init_from", "batch_size", "gradient_accumulation_steps", "block_size"}
-FIXED |= {"optimizer", "seed"}
+FIXED = "dataset init_from batch_size gradient_accumulation_steps block_size optimizer seed".split()
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -119,8 +118,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """[AdamW], or with "muon" [AdamW, Muon], which takes the matrices inside the blocks, a router's
-    too, and what has three dimensions, as a stack of matrices. Matrices decay, embeddings too;
+    """[AdamW], or with "muon" [AdamW, Muon]. Muon takes the matrices inside the blocks, a router's
+    too, and parameters of three dimensions as stacks of matrices. Matrices and embeddings decay,
     biases and LayerNorms do not. Without a gradient none moves. lr_scale: times learning_rate."""
     muon = {p for p in model.h.parameters() if p.dim() in (2, 3) and config.optimizer == "muon"}
     rest = [p for p in model.parameters() if p not in muon]
@@ -153,8 +152,8 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
 
 
 def build_model(config: TrainConfig, data: Dataset, source: Path | None) -> GPT:
-    """A new model, or that of a checkpoint; flags may change what it computes the same with, as
-    dropout or the weight of a term of the loss."""
+    """A new model, or a checkpoint's, of which flags may change what leaves its logits as they are,
+    such as dropout or the weight of a term of the loss."""
     sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
     if source is None:
         multiple = config.vocab_multiple
@@ -206,7 +205,7 @@ def main():
     choose_algorithms(config.deterministic)
     model = build_model(config, data, source)
     config.vocab_size = model.config.vocab_size
-    # A block of width 64 took 1.45 times as long in bfloat16 as in float32, a step at 128 0.56.
+    # bfloat16 took 1.45 times as long as float32 at a width of 64, and 0.56 times at 128.
     config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
@@ -217,7 +216,7 @@ def main():
         use_float32_attention(model)
     if config.recompute:
         recompute_activations(model, compile_blocks=compile and config.fsdp)
-    parallel = processes.wrap(model, config.fsdp, autocast)  # gradients are those of all processes
+    parallel = processes.wrap(model, config.fsdp, autocast)  # gradients: the mean of all processes
     compiled = torch.compile(parallel) if compile else parallel
     if config.eval_only:
         with autocast:

@@ -1,5 +1,6 @@
 """Run directories: out/NAME with checkpoint-N, each whole or not at all, and log.jsonl."""
 
+import copy
 import json
 import math
 import re
@@ -9,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -81,7 +82,8 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
     """
     hints, unknown = get_type_hints(type(config)), {}
     for name, value in saved.items():
-        if name not in hints or value not in (get_args(hints[name]) or [value]):
+        choices = get_args(hints[name]) if get_origin(hints.get(name)) is Literal else [value]
+        if name not in hints or value not in choices:
             unknown[name] = value
     if unknown and not config.allow_changed_model:
         what = ", ".join(f"{name}={value!r:.50}" for name, value in sorted(unknown.items()))
@@ -107,7 +109,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, processes):
         self.path, self.processes, self.lock = path, processes, None
-        self.told = ""  # why its checkpoints are no GPT-2s
+        self.last_reason = ""  # why its checkpoints are no GPT-2s
 
     def take_lock(self):
         """Keep other trainings out until this one ends. Raises UserError where one is there."""
@@ -175,16 +177,17 @@ class RunDirectory:
                     path.rename(aside)
             cut_log(self.path / "log.jsonl", step)
 
-    def tell_once(self, why_not_gpt2: str):
-        if why_not_gpt2 and not self.told:
+    def print_new_reason(self, why_not_gpt2: str):
+        if why_not_gpt2 and not self.last_reason:
             print(f"checkpoints are for this model.py alone (model_type gptling): {why_not_gpt2}")
-        self.told = why_not_gpt2
+        self.last_reason = why_not_gpt2
 
     def save(self, metrics, model, optimizers, scaler, progress: Progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
         All processes of a sharded model call it, the first one writes. Raises UserError."""
         if not (self.processes.is_main or self.processes.sharded):
             return
+        check_masks(model)
         state = {"format": 2, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
         state["optimizers"] = [full_state(optimizer) for optimizer in optimizers]
@@ -194,7 +197,7 @@ class RunDirectory:
         temporary = self.path / f".{final.name}.writing"
         try:
             with writing(final):
-                self.tell_once(save(model, temporary, data.tokenizer_json))
+                self.print_new_reason(save(model, temporary, data.tokenizer_json))
                 with (temporary / "training_state.pt").open("wb") as file:
                     torch.save(state, file)
                 (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
@@ -210,6 +213,16 @@ class RunDirectory:
         for path in set(list_checkpoints(self.path)[: -config.keep_last]) - {best}:
             with suppress(OSError):  # open in another program, on Windows: next time, then
                 delete(path)
+
+
+def check_masks(model: torch.nn.Module):
+    """Raises UserError where attention still takes the kernel's own mask, and mask() is another."""
+    for layer in [module for module in model.modules() if getattr(module, "plain_mask", None)]:
+        now = copy.copy(layer)
+        now.plain_mask = {}
+        if layer.has_plain_mask() and not now.has_plain_mask():
+            words = "mask() in model.py has changed during training, and attention did not see it"
+            raise UserError(f"{words}: let has_plain_mask() return False")
 
 
 def delete(checkpoint: Path):

@@ -110,8 +110,8 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
     hints, default = get_type_hints(cls), object.__new__(cls)
     vars(default).update({field.name: field.default for field in dataclasses.fields(cls)})
     if default_preset:
-        first = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-        presets, argv = argv[:first], argv[first:]
+        n_presets = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
+        presets, argv = argv[:n_presets], argv[n_presets:]
         for preset in presets or [default_preset]:
             # Its numbers are checked together with the flags, which may mend them.
             vars(default).update(read_preset(cls, preset))
@@ -121,9 +121,9 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
         "description": description.partition("References:")[0].strip(),
     }
     options |= {"use_underscores": True, "config": (tyro.conf.FlagConversionOff,)}
-    first = os.environ.get("RANK", "0") == "0"
+    is_main = os.environ.get("RANK", "0") == "0"
     try:
-        with redirect_stderr(sys.stderr if first else io.StringIO()):
+        with redirect_stderr(sys.stderr if is_main else io.StringIO()):
             config = tyro.cli(cls, args=spell_out(argv, hints), default=default, **options)
     except SystemExit as exit:
         if exit.code:

@@ -19,7 +19,7 @@ from gptling.files import writing
 
 RECORDS = (".jsonl", ".jsonl.gz", ".parquet")  # files with a document in each record
 UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError)
-PIECE = 1 << 20  # bytes of a text read at a time, however long it is
+BYTES_AT_ONCE = 1 << 20  # of a text, however long it is
 DOWNLOADS = {  # name: (address, sha256)
     "shakespeare": (
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -73,7 +73,7 @@ def kind_of(file: Path) -> str:
 
 
 def _files_below(folder):
-    """Its files with text, without hidden ones and what prepare.py and train.py made here."""
+    """The files with text in a folder, without hidden ones and what our scripts made here."""
     results = [*Path("data").glob("*/meta.json"), *Path("out").glob("*/log.jsonl")]
     made = {file.parent.resolve() for file in results}
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
@@ -98,20 +98,20 @@ def _looks_like_text(file):
         return False
 
 
-def _hub_files(source):
-    """Those of hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT; NAME may be a folder here too."""
-    name, config, split, *more = [*source.removeprefix("hf:").split(":"), "", ""]
-    if not name or any(more):
-        raise UserError(f"{source}: give hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
+def _hub_files(name):
+    """The files of hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT; NAME may be a folder here."""
+    repo, config, split, *more = [*name.removeprefix("hf:").split(":"), "", ""]
+    if not repo or any(more):
+        raise UserError(f"{name}: give hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
     datasets = optional_package("datasets", "datasets")
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+        rows = datasets.load_dataset(repo, config or None, split=split or "train", streaming=True)
         rows = rows.select_columns("text")
     except (OSError, ValueError) as error:
-        raise UserError(f"{source}: {error}") from None
+        raise UserError(f"{name}: {error}") from None
     n = rows.num_shards
-    return [Stream(f"{source}, file {i + 1} of {n}", rows.shard(n, i)["text"]) for i in range(n)]
+    return [Stream(f"{name}, file {i + 1} of {n}", rows.shard(n, i)["text"]) for i in range(n)]
 
 
 def embedded_corpus() -> dict[str, str]:
@@ -206,7 +206,7 @@ def _pieces(file, raw):
     text, chunk = "", b"-"
     while chunk:
         offset = raw.tell() - len(decoder.getstate()[0])  # of what is decoded now
-        chunk = raw.read(PIECE)
+        chunk = raw.read(BYTES_AT_ONCE)
         try:
             part = decoder.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
@@ -224,4 +224,4 @@ def safe_cut(text: str) -> int:
     the end of a text that is too long to wait for such a place."""
     if letter_before_space := re.match(r"(?s).*[^\W\d_](?=\s)", text):
         return letter_before_space.end()
-    return len(text) if len(text) > 16 * PIECE else 0
+    return len(text) if len(text) > 16 * BYTES_AT_ONCE else 0

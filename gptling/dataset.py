@@ -130,11 +130,12 @@ def sequences_in(n_tokens: int, T: int) -> int:
 def get_sequences(
     shards: Sequence[np.ndarray], config, step: int, micro_step=0, rank=0, world_size=1
 ) -> torch.Tensor:
-    """Those of a micro-batch, (B, block_size + 1) int64, B as micro_batches says: a pure function.
+    """The sequences of a micro-batch, (B, block_size + 1) int64, B as micro_batches says.
 
-    An epoch visits every sequence once, in an order drawn from (seed, epoch). Sequences do not
-    overlap; where the first one starts is drawn anew in each epoch. A step takes the same ones
-    whatever the number of processes: micro-step m of rank r the micro-batch m * world_size + r."""
+    A pure function of its arguments. An epoch visits every sequence once, in an order drawn from
+    (seed, epoch). Sequences do not overlap; where the first one starts is drawn anew in each epoch.
+    A step takes the same ones whatever the number of processes: micro-step m of rank r takes
+    micro-batch m * world_size + r."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     in_shard = np.array([sequences_in(len(shard), T) for shard in shards])

@@ -5,6 +5,8 @@ stays as it is. The first logits of the copy are compared with those of the mode
 """
 
 import copy
+import itertools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -14,26 +16,22 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from gptling.cli import UserError
-from gptling.devices import (
-    float32_attention,
-    has_fast_matmul,
-    replace_attention,
-    use_float32_attention,
-)
+from gptling.devices import float32_attention, has_fast_matmul, use_float32_attention
 
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
+COMPARED = 16  # tokens of a prompt that show whether the faster layers compute the same
 
 
 def speed_up(model: nn.Module, compile: bool = False) -> nn.Module:
     """A copy of the model for `generate` that is fast on the device and in the dtype that it is in;
-    they share what tensors both need. Its layers, where they are replaced:
+    they share what tensors both need. What is replaced, and what is compiled:
 
-    | device and dtype                       | without compile           | with compile           |
-    |----------------------------------------|---------------------------|------------------------|
-    | CPU, float32, or bfloat16 instructions | OneDNNLinear, if wide     | RowLinear, compiled by |
-    | CPU without these, and float16         | RowLinear                 | block, if wide         |
-    | CPU, bfloat16: attention               | float32_attention         | attend_one_query       |
-    | another device                         |                           | compiled as a whole    |
+    |                            | linear layers         | attention           | compiled         |
+    |----------------------------|-----------------------|---------------------|------------------|
+    | CPU with fast matmuls      | OneDNNLinear, if wide | float32_attention,  |                  |
+    | CPU without, in this dtype | RowLinear             | in bfloat16        |                  |
+    | CPU, compile               | RowLinear             | attend_one_query    | blocks, if wide, |
+    | another device, compile    |                       |                     | or a whole step  |
     """
     parameter = next(model.parameters())
     on_cpu, dtype = parameter.device.type == "cpu", parameter.dtype
@@ -45,45 +43,61 @@ def speed_up(model: nn.Module, compile: bool = False) -> nn.Module:
     elif on_cpu and wide and torch.backends.mkldnn.is_available():
         replace_linears(fast, OneDNNLinear)
     if on_cpu and compile:
-        replace_attention(fast, attend_one_query)
+        use_float32_attention(fast, attend_one_query)
     elif on_cpu and dtype == torch.bfloat16 and use_float32_attention(fast):
         fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token
     if compile:
         compile_steps(fast, by_block=on_cpu and wide)
-    fast.next_logits = CheckedStep(fast, model, compile)
+    fast.next_logits = compared(fast, model)
     return fast
 
 
-class CheckedStep:
-    """next_logits of the fast model. The first ones, of a prompt and of one token behind it, are
-    compared with the plain model's; where they differ, the fast model becomes the plain one."""
+def compared(fast: nn.Module, plain: nn.Module) -> Callable:
+    """fast.next_logits, whose first call looks whether its logits for the end of the prompt are
+    those of the plain model without a cache. Where they are not the fast model becomes the plain
+    one, and standard error says what is wrong: the faster layers, or the cache."""
+    step = fast.next_logits
+    # Rounding makes 1e-5 and 0.05 of the spread, another formula mostly more than all of it.
+    dtype = next(plain.parameters()).dtype
+    tolerance = 1e-3 if dtype == torch.float32 else 0.2
 
-    def __init__(self, fast: nn.Module, plain: nn.Module, compile: bool):
-        self.fast, self.plain, self.step = fast, plain, fast.next_logits
-        self.least_past = 2 if compile else 1  # of a token that is decoded as all that follow
-        # Rounding makes 1e-5 and 0.05 of the spread, another formula mostly more than all of it.
-        self.tolerance = 1e-3 if next(plain.parameters()).dtype == torch.float32 else 0.2
-        self.calls, self.cache = 0, None  # the plain model's cache
+    def first_call(idx, padding_mask=None, cache=None):
+        fast.next_logits = step
+        tokens = torch.cat([idx, idx[:, -1:], idx[:, -1:]], dim=1)  # the prompt and two more
+        mask = None if padding_mask is None else F.pad(padding_mask, (0, 2), value=True)
+        n = min(COMPARED, plain.config.block_size, tokens.size(1))
+        end = plain, tokens[:, -n:], None if mask is None else mask[:, -n:]
+        try:
+            error, what = largest_error(step, fast.new_cache(), *end), "the faster layers"
+        except RuntimeError as failure:  # such as a dtype that somebody's own attention lacks
+            error, what = math.inf, f"the faster layers ({failure})"
+        if error > tolerance:
+            try:
+                with_cache = largest_error(plain.next_logits, plain.new_cache(), *end)
+            except RuntimeError as failure:
+                if dtype == torch.float32:
+                    raise
+                what = f"model.py does not compute in {dtype}: {failure}"
+                raise UserError(f"{what}; give --dtype=float32") from None
+            if with_cache > tolerance:  # a layer that looks at earlier tokens has to keep them
+                error, what = with_cache, "tokens one by one, with model.py's cache,"
+            print(f"{what} give other logits, by {error:.2g} of their spread", file=sys.stderr)
+            fast.__dict__, cache[:] = plain.__dict__, plain.new_cache()
+        return fast.next_logits(idx, padding_mask, cache)
 
-    def __call__(self, idx, padding_mask=None, cache=None):
-        past = cache[0].length
-        self.cache = self.cache if past else self.plain.new_cache()
-        logits = self.step(idx, padding_mask, cache)
-        expected = self.plain.next_logits(idx, padding_mask, self.cache)
-        self.calls += 1
-        difference = (logits - expected).abs().max() / expected.std()
-        if difference > self.tolerance:  # not where both are NaN
-            print(
-                f"the faster layers give other logits ({difference:.2g} of their spread): "
-                "they are left out",
-                file=sys.stderr,
-            )
-            cache[:] = self.cache
-            self.fast.__dict__ = self.plain.__dict__
-            return expected
-        if (idx.size(1) == 1 and past >= self.least_past) or self.calls == 3:
-            self.fast.next_logits, self.plain = self.step, None
-        return logits
+    return first_call
+
+
+def largest_error(next_logits: Callable, cache, plain: nn.Module, tokens, mask) -> float:
+    """Of what next_logits gives with a cache, for all of the tokens (B, n) but one, then for that;
+    as a share of the spread of the plain model's logits without a cache. 0 where they are NaN."""
+    n, errors = tokens.size(1), [0.0]
+    for start, end in itertools.pairwise(sorted({0, n - 1, n})):
+        so_far = None if mask is None else mask[:, :end].contiguous()
+        logits = next_logits(tokens[:, start:end].contiguous(), so_far, cache)
+        expected = plain.next_logits(tokens[:, :end], so_far)
+        errors.append(((logits - expected).abs().max() / expected.std()).item())
+    return max(errors)
 
 
 def replace_linears(model: nn.Module, layer: type[nn.Linear]):
@@ -153,6 +167,7 @@ def compile_steps(model: nn.Module, by_block: bool):
     if not by_block:
         model.next_logits = Compiled(model.next_logits, one_token)
         return
+    torch._dynamo.config.recompile_limit = 8 + 2 * len(model.h)  # blocks may differ in numbers
     for block in dict.fromkeys(model.h):
         block.forward = Compiled(block.forward, one_token)
     model.logits = Compiled(model.logits, lambda x: x.numel() == x.size(-1))
@@ -180,15 +195,15 @@ class Compiled:
         torch._dynamo.config.skip_nnmodule_hook_guards = False  # blocks may differ in hooks
         self.compiled = torch.compile(plain, fullgraph=True)
 
-    def __call__(self, *arguments):
-        if not self.ready(*arguments):
-            return self.plain(*arguments)
-        for argument in arguments:
+    def __call__(self, *arguments, **options):
+        if not self.ready(*arguments, *options.values()):
+            return self.plain(*arguments, **options)
+        for argument in (*arguments, *options.values()):
             if isinstance(argument, torch.Tensor) and argument.dtype == torch.bool:
                 torch._dynamo.maybe_mark_dynamic(argument, 1)  # padding_mask, as long as the cache
         start, graphs = time.perf_counter(), self.stats["unique_graphs"]
         try:
-            y = self.compiled(*arguments)
+            y = self.compiled(*arguments, **options)
         except self.errors as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"--compile: {reason}; leave it out, or install a compiler") from None

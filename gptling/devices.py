@@ -63,7 +63,7 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
         return F.scaled_dot_product_attention(*wide, attn_mask=attn_mask, **options).to(q.dtype)
 
 
-def replace_attention(model: nn.Module, attention: Callable) -> bool:
+def use_float32_attention(model: nn.Module, attention: Callable = float32_attention) -> bool:
     """Put a function in the place of PyTorch's kernel of attention, in layers that name theirs
     `attend`; a kernel of one's own stays. Returns whether all blocks have no other now."""
     for module in model.modules():
@@ -71,10 +71,6 @@ def replace_attention(model: nn.Module, attention: Callable) -> bool:
             module.attend = attention
     kernels = [{getattr(m, "attend", None) for m in block.modules()} - {None} for block in model.h]
     return all(found == {attention} for found in kernels)
-
-
-def use_float32_attention(model: nn.Module) -> bool:
-    return replace_attention(model, float32_attention)
 
 
 def choose_algorithms(deterministic: bool):

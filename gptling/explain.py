@@ -2,6 +2,7 @@
 
 import base64
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -42,19 +43,27 @@ def logits_and_attention(model: nn.Module, idx: torch.Tensor):
     """Logits (T, V) of one text idx (1, T), and the weights (n, nh, T, T) of each call of a layer
     that has a method attention_weights, n_layer calls in GPT. Raises UserError for a model without
     one, and where weights times values is not what PyTorch's attention gave in that layer."""
-    weights, attended = [], Attended()  # n times (1, nh, T, T)
+    weights, attended, T = [], Attended(), idx.size(1)  # weights: n times (1, nh, T, T)
 
     def keep_weights(layer, args, options):
         # Options that are None, as `cache` is here, need not be known to attention_weights.
         given = {name: value for name, value in options.items() if value is not None}
-        weights.append(layer.attention_weights(*args, **given))
+        try:
+            weights.append(layer.attention_weights(*args, **given))
+        except TypeError as error:  # an argument that forward alone has
+            raise UserError(f"--explain: {error}") from None
         attended.calls.clear()
 
     def compare(layer, args, options, output):
+        which = f"call {len(weights)} of a {type(layer).__name__}"
+        if weights[-1].shape[-2:] != (T, T):
+            raise UserError(f"--explain: {which} has weights of another shape than ({T}, {T})")
+        if not attended.calls:
+            words = "does not call PyTorch's attention: what its attention_weights say is shown"
+            print(f"--explain: {which} {words}, unchecked", file=sys.stderr)
         for v, y in attended.calls:
             v = v.repeat_interleave(y.size(1) // v.size(1), dim=1)  # (1, nh, T, hs)
             if (weights[-1] @ v - y).abs().max() > 1e-3 * y.std():
-                which = f"call {len(weights)} of a {type(layer).__name__}"
                 raise UserError(f"--explain: {which} is not what its attention_weights say")
 
     layers = dict.fromkeys(m for m in model.modules() if hasattr(m, "attention_weights"))
@@ -87,9 +96,8 @@ def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_pr
     T = len(shown)
     idx = torch.tensor([shown], device=next(model.parameters()).device)
     logits, weights = logits_and_attention(model, idx)
-    probs = (
-        logits[:-1].masked_fill(~model.valid_tokens, float("-inf")).softmax(dim=-1)
-    )  # (T - 1, V)
+    logits = logits[:-1].masked_fill(~model.valid_tokens, float("-inf"))
+    probs = logits.softmax(dim=-1)  # (T - 1, V)
     token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
     top = probs.topk(min(10, int(model.valid_tokens.sum())))
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"  # as in tokenizers.py: this file imports nothing of ours
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# GPTConfig's fields as GPT-2's config.json calls them; then what it may vary elsewhere, not here.
+# Our names in GPT-2's config.json; then settings of it that model.py has fixed.
 HF_NAMES = {"block_size": "n_positions", "dropout": "resid_pdrop"}
 GPT2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
@@ -98,7 +98,7 @@ def with_zero_biases(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict
 
 
 @contextlib.contextmanager
-def exact(model: nn.Module) -> Iterator[nn.Module]:
+def in_float32(model: nn.Module) -> Iterator[nn.Module]:
     """The model in eval mode and float32 without TF32: devices differ by rounding alone."""
     parameter, precision = next(model.parameters()), torch.get_float32_matmul_precision()
     training = model.training
@@ -121,33 +121,35 @@ def fixed_ids(model: nn.Module, n: int = 0, operations: float = AT_A_LOAD) -> to
 
 def mean_logits(model: nn.Module, n: int = 0) -> torch.Tensor:
     """The logits behind fixed ids as 16 numbers, each the mean of every 16th of them."""
-    with exact(model) as model:
+    with in_float32(model) as model:
         logits = model(fixed_ids(model, n))[0][0, -1].clamp(min=-1e4).cpu()  # some mask with -inf
     return torch.stack([logits[i % len(logits) :: 16].mean() for i in range(16)])
 
 
 def same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether they differ by rounding alone: that is up to 1e-5 of their spread, where the erf form
-    of GELU in the place of the tanh form makes 3e-4 to 1e-3."""
+    """Whether they differ by rounding alone, which makes 1e-5 of their spread; 1e-4 is allowed. The
+    erf form of GELU in the place of the tanh form makes 3e-4 to 1e-3."""
     spread = expected.std(correction=0).nan_to_num(posinf=0.0)
     return torch.allclose(logits, expected, rtol=1e-5, atol=1e-4 * float(spread))
 
 
-def why_not_gpt2(model: nn.Module, operations: float = AT_A_SAVE) -> str:
-    """Why a program that takes the model for a GPT-2 would compute something else; "" if it would
-    compute the same. Tried on block_size ids, or as many as take so many multiplications."""
-    with exact(model) as model:
-        tensors, shapes = (
-            with_zero_biases(model, published_tensors(model)),
-            gpt2_shapes(model.config),
-        )
+def why_not_gpt2(model: nn.Module, operations: float = AT_A_SAVE) -> tuple[str, int]:
+    """Why a program that takes the model for a GPT-2 would compute something else, and how many
+    tokens show it; ("", 0) if it would compute the same. Tried on block_size ids, or as many as
+    take so many multiplications."""
+    with in_float32(model) as model:
+        shapes = gpt2_shapes(model.config)
+        tensors = with_zero_biases(model, published_tensors(model))
         for name in tensors | shapes:
             if name not in tensors or tensors[name].shape != shapes.get(name):
-                return f"{name} is not as in a GPT-2"
+                return f"{name} is not as in a GPT-2", 0
         idx = fixed_ids(model, operations=operations)
-        if same(model(idx)[0], gpt2_logits(tensors, model.config, idx)):
-            return ""
-        return f"a GPT-2 with these weights gives other logits ({idx.size(1)} tokens tried)"
+        logits, expected = model(idx)[0][0], gpt2_logits(tensors, model.config, idx)[0]  # (T, V)
+    if same(logits, expected):
+        return "", 0
+    pairs, T = zip(logits, expected, strict=True), len(logits)
+    n = next((n for n, pair in enumerate(pairs, start=1) if not same(*pair)), T)
+    return f"a GPT-2 with these weights gives other logits, from token {n} of {T} on", n
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -163,14 +165,17 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = None) -> str:
     """Write config.json and model.safetensors, and tokenizer.json with tokenizer_config.json where
-    the tokenizer's JSON text is given. Returns why_not_gpt2, which config.json says too."""
+    the tokenizer's JSON text is given. Returns why it is no GPT-2, which config.json says too."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors, reason, logits = published_tensors(model), why_not_gpt2(model), mean_logits(model)
+    tensors, (reason, differs_at) = published_tensors(model), why_not_gpt2(model)
     tensors = tensors if reason else with_zero_biases(model, tensors)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    check = {"tokens": fixed_ids(model).size(1), "logits": logits.tolist()}
-    check = check | {"weights": digest(tensors)} if logits.isfinite().all() else None
+    # Enough tokens to tell a window of that many from another.
+    n = min(model.config.block_size, max(fixed_ids(model).size(1), 2 * differs_at))
+    logits = mean_logits(model, n)
+    check = {"tokens": n, "logits": logits.tolist(), "weights": digest(tensors)}
+    check = check if logits.isfinite().all() else None
     tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
@@ -181,8 +186,8 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     if reason:
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
         config |= {"fields": list(sizes)}
-    config |= {HF_NAMES.get(name, name): value for name, value in sizes.items()}
     config |= {"embd_pdrop": dropout, "attn_pdrop": dropout}
+    config |= {HF_NAMES.get(name, name): value for name, value in sizes.items()}
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "check": check}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     if tokenizer_json is not None:
@@ -202,7 +207,7 @@ def load(model_class: type, directory: str | Path, tensors=None, allow_changed=F
 
     tensors: {name: tensor} in the place of model.safetensors. changes: fields of its config to
     change, such as dropout=0.1 for training on. Raises OSError; ValueError for sizes that the
-    weights have not, and for a tensor that is missing, left over or of another shape (masks that
+    weights do not have, and for a tensor that is missing, left over or of another shape (masks that
     Hugging Face stores, a tied lm_head.weight and biases of zeros may be left over); of these
     ChangedModelError, unless allow_changed, where model.py computes something else."""
     directory = Path(directory)
@@ -245,7 +250,7 @@ def check_sizes(config, stored: dict, tensors: dict[str, torch.Tensor]):
     """Raises ValueError where config.json is of other tensors, or has fields that are not known."""
     if unknown := sorted(set(stored.get("fields", ())) - vars(config).keys()):
         raise ValueError(f"it has {', '.join(unknown)}, which {type(config).__name__} has not")
-    if config.n_layer > len(tensors):
+    if config.n_layer > max(1000, len(tensors)):  # shared blocks are stored once
         raise ValueError(f"n_layer={config.n_layer}: the weights have fewer layers")
     if "fields" in stored:  # an architecture of somebody's own, as `save` writes it
         return
@@ -286,7 +291,7 @@ def check_logits(model: nn.Module, stored: dict, tensors: dict[str, torch.Tensor
         if not same(mean_logits(model, check["tokens"]), torch.tensor(check["logits"])):
             raise ChangedModelError("it gives other logits than those in config.json")
         return
-    kind, reason = stored.get("model_type", "gpt2"), why_not_gpt2(model, AT_A_LOAD)
+    kind, (reason, _) = stored.get("model_type", "gpt2"), why_not_gpt2(model, AT_A_LOAD)
     if reason and not mean_logits(model).isfinite().all():
         raise ValueError("its logits contain NaN or infinity")
     if (kind == "gpt2") == bool(reason):

@@ -2,14 +2,16 @@
 
 What a logit is, and what a token's loss, say `model.logits` and `model.losses` alone."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch.autograd.function import once_differentiable
 
-EVALUATED = 2048  # rows of logits held at a time where no gradient is needed
-PIECE = {"cpu": 1 << 22}  # logits in float32 at a time: what its cache takes; elsewhere 512 MB
+ROWS_WITHOUT_GRADIENT = 2048  # rows of logits held at a time where no gradient is needed
+# Logits in float32 at a time: 16 MB stay in a CPU's cache; 512 MB elsewhere.
+LOGITS_AT_ONCE = {"cpu": 1 << 22}
 
 
 class SumInPieces(torch.autograd.Function):
@@ -37,36 +39,36 @@ class SumInPieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         # Before the sum over rows that a weight's gradient is, which could pass float16's 65,504.
-        of_logits = ctx.gradient.mul_(gradient / ctx.scale)
+        grad_logits = ctx.gradient.mul_(gradient / ctx.scale)
         del ctx.gradient
-        return of_logits, None, None, None, None
+        return grad_logits, None, None, None, None
 
 
 def loss_in_pieces(
-    logits_of: Callable, losses: Callable, x: torch.Tensor, targets: torch.Tensor, rows: int = 0
+    to_logits: Callable, losses: Callable, x: torch.Tensor, targets: torch.Tensor, rows: int = 0
 ) -> torch.Tensor:
-    """The sum of losses(logits_of(x), targets), for GPT.loss_in_pieces: hidden states x (B, T, C),
-    targets (B, T); logits_of gives (B, T, V), losses (N,) from `rows` of (N, V) and (N,)."""
+    """The sum of losses(to_logits(x), targets), for GPT.loss_in_pieces: hidden states x (B, T, C),
+    targets (B, T); to_logits gives (B, T, V), losses (N,) from `rows` of (N, V) and (N,)."""
 
     def rows_of(logits):
-        return rows or max(1, PIECE.get(logits.device.type, 1 << 27) // logits.size(1))
+        return rows or max(1, LOGITS_AT_ONCE.get(logits.device.type, 1 << 27) // logits.size(1))
 
     if not torch.is_grad_enabled():
-        total, n = 0.0, max(1, EVALUATED // x.size(1))  # sequences
-        for some, following in zip(x.split(n), targets.split(n), strict=True):
-            logits, following = logits_of(some).flatten(0, 1), following.flatten()
-            parts = (tensor.split(rows_of(logits)) for tensor in (logits, following))
+        total, n = 0.0, max(1, ROWS_WITHOUT_GRADIENT // x.size(1))  # sequences
+        for part_x, part_targets in zip(x.split(n), targets.split(n), strict=True):
+            logits, flat_targets = to_logits(part_x).flatten(0, 1), part_targets.flatten()
+            parts = (tensor.split(rows_of(logits)) for tensor in (logits, flat_targets))
             total += sum(losses(*part).sum() for part in zip(*parts, strict=True))
         return total
 
-    kept = set()  # the memory that the backward pass through logits_of will read
+    kept = set()  # the memory that the backward pass through to_logits will read
 
     def pack(tensor):
         kept.add(tensor.untyped_storage().data_ptr())
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        logits = logits_of(x).flatten(0, 1)
+        logits = to_logits(x).flatten(0, 1)
     in_place = logits.untyped_storage().data_ptr() not in kept
     return SumInPieces.apply(logits, targets.flatten(), losses, rows_of(logits), in_place)
 
@@ -79,20 +81,36 @@ def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
     idx = idx[None] % model.config.vocab_size
 
     def loss_and_norms():  # of the gradients
-        with torch.random.fork_rng([]):  # the same dropout
-            torch.manual_seed(0)
-            loss = model(idx, idx)[1]
+        torch.manual_seed(0)  # the same dropout
+        loss = model(idx, idx)[1]
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return torch.stack([loss.detach(), *(g.norm() for g in gradients if g is not None)])
 
-    plain = loss_and_norms()
-    model.loss_in_pieces = partial(loss_in_pieces, rows=3)
-    pieces = loss_and_norms()
-    if len(pieces) != len(plain) or not torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7):
-        print("the loss in pieces is another than forward's, which is taken: it needs more memory")
+    with kept_buffers(model), torch.random.fork_rng([]):
+        model(idx, idx)  # what is found out by a first call
+        plain = loss_and_norms()
+        model.losses = lambda logits, targets: logits.new_zeros(len(targets))
+        rest = model(idx, idx)[1]  # what forward adds to them
+        del model.losses
+        model.loss_in_pieces = partial(loss_in_pieces, rows=3)
+        pieces = loss_and_norms()
+    same = len(pieces) == len(plain) and torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7)
+    if not same or rest != 0 or rest.requires_grad:
+        print(
+            "the loss in pieces is another than forward's, or random: forward's needs more memory"
+        )
         model.loss_in_pieces = None
     else:  # compiled, it is left out: it differentiates inside. That imports the compiler, in 0.9 s
         model.loss_in_pieces = torch.compiler.disable(loss_in_pieces) if compile else loss_in_pieces
+
+
+@contextlib.contextmanager
+def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards buffers, such as moving averages, are what they were before."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
+    for name, buffer in model.named_buffers():
+        buffer.copy_(before[name])
 
 
 def loss_and_terms(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Muon, the state of any optimizer in and out of checkpoints, and losses that are no numbers.
+"""Muon, the state of any optimizer in and out of checkpoints, and losses that are NaN or infinite.
 
 Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
 Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling.cli import UserError
 from gptling.devices import pick_device
-from gptling.loss import loss_and_terms
+from gptling.loss import kept_buffers, loss_and_terms
 
 
 class Processes:
@@ -75,7 +75,7 @@ class Processes:
         return tensor
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """From any thread, of which each has its own current GPU."""
+        """The tensor on this process's device, from any thread: each has its own current GPU."""
         if self.device != "cuda":
             return tensor.to(self.device)
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
@@ -105,16 +105,17 @@ class Processes:
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
         parallel = DistributedDataParallel(model, **options)
-        for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
-            idx = self.to_device(torch.zeros(1, model.config.block_size, dtype=torch.int64))
-            with autocast:
-                loss, terms = loss_and_terms(parallel(idx, idx))
-            sum(terms.values(), start=loss).backward()
-            model.zero_grad()
+        idx = self.to_device(torch.zeros(1, model.config.block_size, dtype=torch.int64))
+        with kept_buffers(model):
+            for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
+                with autocast:
+                    loss, terms = loss_and_terms(parallel(idx, idx))
+                sum(terms.values(), start=loss).backward()
+                model.zero_grad()
         return parallel
 
     def full_model(self, model: torch.nn.Module, model_class: type) -> torch.nn.Module | None:
-        """With whole parameters, for the first process; all must call it for a sharded one."""
+        """The model with whole parameters, for the first process; all call it if it is sharded."""
         if not self.sharded:
             return model
         state = model.state_dict()  # sharded again, where a forward pass has left it gathered

@@ -135,7 +135,7 @@ def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]
     idx = torch.tensor([[start_token(tokenizer)]], device=device)
     model.eval()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # a GPU has none for the sums that draw takes
+    torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
     tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
     text = tokenizer.decode([token.item() for token in tokens])
     torch.use_deterministic_algorithms(deterministic)

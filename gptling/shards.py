@@ -43,18 +43,18 @@ def training_part(size: int, seen: int, held_out: int, first_sizes: Sequence[int
     return 0 if held_out + size <= validation_size(seen + size) else size
 
 
-NOTHING = {"documents": 0, "characters": 0, "train": 0, "val": 0}  # bytes of text in the splits
+NO_TEXT = {"documents": 0, "characters": 0, "train": 0, "val": 0}  # the splits' in bytes
 
 
 @dataclass
 class CorpusPosition:
-    """How far a corpus is read: so many pieces of the source with this number. What is counted up
-    to here, and up to the beginning of that source, from which it has to be read again."""
+    """How far a corpus is read. source: the index of the one being read; pieces: how many of it are
+    done; count: totals up to here; before: where that source began, for it is read again."""
 
     source: int = 0
     pieces: int = 0
-    before: dict[str, int] = field(default_factory=NOTHING.copy)
-    count: dict[str, int] = field(default_factory=NOTHING.copy)
+    before: dict[str, int] = field(default_factory=NO_TEXT.copy)
+    count: dict[str, int] = field(default_factory=NO_TEXT.copy)
 
 
 def split_documents(

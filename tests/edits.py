@@ -1,13 +1,17 @@
 """Experiments that somebody tries on model.py, as edits of its text."""
 # ruff: noqa: E501
 
+import importlib.util
 import sys
+import tempfile
 import types
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.conftest import ROOT
 
 SOURCE = (ROOT / "model.py").read_text(encoding="utf-8")
+DIRECTORY = tempfile.TemporaryDirectory()  # of the edited ones, until the tests end
 
 
 @dataclass
@@ -295,17 +299,22 @@ class Block(nn.Module):''',
 }
 
 
-def edited_source(*names: str) -> str:
+def edited_source(*changes: str | tuple[str, str]) -> str:
+    """model.py with these changes, or edits by their names."""
     source = SOURCE
-    for old, new in (change for name in names for change in EDITS[name].changes):
-        assert old in source, f"model.py no longer has {old}"
-        source = source.replace(old, new)
+    for change in changes:
+        for old, new in EDITS[change].changes if isinstance(change, str) else [change]:
+            assert old in source, f"model.py no longer has {old}"
+            source = source.replace(old, new)
     return source
 
 
-def edited_module(*names: str) -> types.ModuleType:
-    """The module that an edited model.py is."""
-    module = types.ModuleType(f"edited_{len(sys.modules)}")
-    sys.modules[module.__name__] = module  # where dataclasses look
-    exec(compile(edited_source(*names), f"model.py with {names}", "exec"), module.__dict__)
+def edited_module(*changes: str | tuple[str, str]) -> types.ModuleType:
+    """The module that an edited model.py is; with a file, for torch.compile looks at its name."""
+    name = f"edited_{len(sys.modules)}"
+    file = Path(DIRECTORY.name, f"{name}.py")
+    file.write_text(edited_source(*changes), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module

@@ -143,7 +143,7 @@ def small(monkeypatch, tmp_path):
     """Small shards and pieces, in a directory of one's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shards, "TOKENS_PER_SHARD", 20_000)
-    monkeypatch.setattr(corpus, "PIECE", 1000)
+    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 1000)
     return tmp_path
 
 
@@ -225,7 +225,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path, kind):
         sys.path.insert(0, os.environ["ROOT"])
         import prepare
         from gptling import cli, corpus, shards
-        corpus.PIECE, shards.TOKENS_PER_SHARD = 1000, 20_000
+        corpus.BYTES_AT_ONCE, shards.TOKENS_PER_SHARD = 1000, 20_000
         def slowly(self, ids, write=shards.TokenFile.write):
             write(self, ids)
             time.sleep(float(os.environ["SECONDS"]))
@@ -295,7 +295,7 @@ def test_a_disk_that_fills_up_is_named_and_the_preparation_goes_on(small, monkey
         sys.path.insert(0, {str(ROOT)!r})
         import prepare
         from gptling import cli, corpus, shards
-        corpus.PIECE, shards.TOKENS_PER_SHARD = 1000, 5000
+        corpus.BYTES_AT_ONCE, shards.TOKENS_PER_SHARD = 1000, 5000
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (15_000, {resource.RLIM_INFINITY}))
         cli.run(prepare.main)"""

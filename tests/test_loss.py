@@ -80,8 +80,8 @@ def loss_and_gradients(model, idx, targets):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setitem(loss_module.PIECE, "cpu", 97 * 5)  # 5 rows at a time
-    monkeypatch.setattr(loss_module, "EVALUATED", 32)
+    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 97 * 5)  # 5 rows at a time
+    monkeypatch.setattr(loss_module, "ROWS_WITHOUT_GRADIENT", 32)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -91,7 +91,7 @@ def test_tiny_shakespeare_is_split_where_it_always_was(tmp_path):
 def test_the_fingerprint_is_that_of_the_token_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shards, "TOKENS_PER_SHARD", 1000)
-    monkeypatch.setattr(corpus, "PIECE", 500)
+    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 500)
     (tmp_path / "a.txt").write_text("some words in a line\n" * 200)
     data = prepare(PrepareConfig(("a.txt",)))
     files = [*sorted(data.glob("train-*")), data / "val.npy"]
@@ -232,7 +232,7 @@ def test_pieces_give_the_tokens_of_the_whole_file(tmp_path, gpt2_encoding, monke
     monkeypatch.chdir(tmp_path)
     text = "".join(embedded_corpus().values()) + "end of it"
     (tmp_path / "corpus.txt").write_text(text, encoding="utf-8", newline="")
-    monkeypatch.setattr(corpus, "PIECE", 5000)
+    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 5000)
     data = prepare(PrepareConfig(("corpus.txt",), "gpt2"))
     raw = text.encode()
     cut = len(raw) - len(raw) // 10
@@ -245,7 +245,7 @@ def test_pieces_put_characters_together_that_the_chunks_cut(tmp_path, monkeypatc
     text = "\ufeffé你🙂 añb\r\n" * 100
     (tmp_path / "a.txt").write_bytes(text.encode())
     for size in (1, 2, 3, 7, 64):
-        monkeypatch.setattr(corpus, "PIECE", size)
+        monkeypatch.setattr(corpus, "BYTES_AT_ONCE", size)
         ((n_bytes, pieces),) = documents(tmp_path / "a.txt")
         assert n_bytes == len(text.encode())
         assert "".join(pieces) == text[1:]
@@ -262,7 +262,7 @@ def test_a_cut_inside_a_document_leaves_characters_whole(tmp_path, monkeypatch):
 
 
 def test_a_long_text_is_read_bit_by_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE", 1000)
+    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 1000)
     (tmp_path / "a.txt").write_text("some words in a line\n" * 10_000)
     read = []
     ((n_bytes, pieces),) = documents(tmp_path / "a.txt", read.append)

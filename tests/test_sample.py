@@ -11,7 +11,7 @@ import torch
 
 from gptling import decoding
 from gptling.cli import UserError, load
-from gptling.decoding import CheckedStep, speed_up
+from gptling.decoding import speed_up
 from gptling.gpt2_format import save
 from gptling.pretrained import find_checkpoint
 from gptling.streaming import Sample
@@ -257,7 +257,8 @@ def steps(model, idx, mask=None):
     with torch.inference_mode():
         for start, end in [(0, 8), *((T, T + 1) for T in range(8, idx.size(1)))]:
             padding_mask = None if mask is None else mask[:, :end].clone()
-            logits.append(model.next_logits(idx[:, start:end], padding_mask, cache))
+            new = idx[:, start:end].contiguous()
+            logits.append(model.next_logits(new, padding_mask, cache))
     return torch.stack(logits)
 
 
@@ -273,7 +274,7 @@ def check_speed_up(model, padded, **options):
     tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 0.05
     atol = tolerance * expected.abs().max().item()
     torch.testing.assert_close(steps(fast, idx, mask), expected, rtol=0, atol=atol)
-    assert type(fast.next_logits) is not CheckedStep, "it has been compared, and is the fast one"
+    assert vars(fast) is not vars(model), "it has been compared, and is the fast one"
     assert torch.equal(steps(model, idx, mask), expected)
     return fast
 
@@ -403,9 +404,10 @@ def test_layers_that_are_not_understood_stay_as_they_are():
     assert type(check_speed_up(model, False).lm_head) is Doubled
 
 
+@pytest.mark.parametrize("length", [1, 8, 40])
 @pytest.mark.parametrize("wrong", ["prompt", "token", "compiled token"])
-def test_faster_layers_that_compute_something_else_are_left_out(wrong, monkeypatch, capsys):
-    """From where it shows, in the middle of a text; and the text is that of the plain model."""
+def test_faster_layers_that_compute_something_else_are_left_out(wrong, length, monkeypatch, capsys):
+    """Before the first token; and the text is that of the plain model."""
     monkeypatch.setattr("torch.compile", compile_by("eager"))
     layer = "RowLinear" if "compiled" in wrong else "OneDNNLinear"
     layer = getattr(decoding, layer)
@@ -421,13 +423,20 @@ def test_faster_layers_that_compute_something_else_are_left_out(wrong, monkeypat
     monkeypatch.setattr(decoding, "has_fast_matmul", lambda dtype: True)
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
     model = random_model(GPT, n_embd=256)
-    idx = torch.randint(97, (1, 8))
+    idx = torch.randint(97, (1, length))
     options = {"temperature": 0.0}
     expected = torch.cat(list(model.generate(idx, 50, **options)))  # past the window
     fast = speed_up(model, compile="compiled" in wrong)
     assert torch.equal(torch.cat(list(fast.generate(idx, 50, **options))), expected)
     assert capsys.readouterr().err.count("the faster layers give other logits") == 1
     assert torch.equal(torch.cat(list(fast.generate(idx, 50, **options))), expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_models_of_the_shortest_sequences_are_sped_up(block_size):
+    model, idx = random_model(GPT, n_embd=256, block_size=block_size), torch.randint(97, (2, 1))
+    expected = torch.cat(list(model.generate(idx, 9, temperature=0.0)))
+    assert torch.equal(torch.cat(list(speed_up(model).generate(idx, 9, temperature=0.0))), expected)
 
 
 @pytest.mark.parametrize("compile", [False, True])

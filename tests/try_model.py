@@ -48,6 +48,14 @@ def script(module, *arguments, code=0) -> str:
     return error.getvalue()
 
 
+@contextlib.contextmanager
+def promised(what: str):
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"not so: {what}. {error}") from None
+
+
 def check_training(train_flags: list[str], prepare_flags: list[str]) -> Path:
     """A run that is stopped, or goes on from its evaluation, ends as one that does not, and one of
     two processes has its losses. Returns the last checkpoint."""
@@ -96,7 +104,8 @@ def check_sampling(train_flags: list[str]):
     """From the tiny model, and from a wide one that has had three steps, by faster layers."""
     Path("prompts.txt").write_text("on\n99 green bottles hanging\n", encoding="utf-8")
     for more in ([], ["--prompts=prompts.txt", "--num_samples=2"], ["--explain=page.html"]):
-        script(sample, "out/text", "--max_new_tokens=80", *more)
+        said = script(sample, "out/text", "--max_new_tokens=80", *more)
+        assert "other logits" not in said, said
     flags = ["--dataset=text", *SIZES.split(), *STEPS.split(), *train_flags]
     script(train, *flags, "--n_embd=256", "--max_iters=3", "--out_dir=out/wide")
     for more in ([], ["--prompts=prompts.txt"], ["--compile"]):
@@ -115,7 +124,8 @@ def check_name(model: GPT, checkpoint: Path) -> str:
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     idx = torch.randint(model.config.vocab_size, (3, model.config.block_size))
     expected = gpt2_logits(tensors, model.config, idx)
-    torch.testing.assert_close(model(idx)[0], expected, rtol=1e-3, atol=1e-3 * expected.std())
+    with promised("what is called a GPT-2 gives its logits"):
+        torch.testing.assert_close(model(idx)[0], expected, rtol=1e-3, atol=1e-3 * expected.std())
     return "model_type gpt2: other programs compute the same"
 
 
@@ -124,23 +134,28 @@ def check_attention(model: GPT, idx: torch.Tensor):
     """attention_weights, which --explain shows, times the values is what each layer computed; and
     a mask that hides nothing changes nothing."""
     logits, weights = logits_and_attention(model, idx[:1])
-    torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), **CLOSE)
+    with promised("attention_weights sum to 1"):
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), **CLOSE)
     all_true = torch.ones(idx.shape, dtype=torch.bool)
-    torch.testing.assert_close(model(idx, padding_mask=all_true)[0][0], logits, **CLOSE)
+    with promised("a mask that hides nothing changes nothing"):
+        torch.testing.assert_close(model(idx, padding_mask=all_true)[0][0], logits, **CLOSE)
 
 
 @torch.no_grad()
 def check_logits(model: GPT, idx: torch.Tensor):
     T = idx.size(1)
     logits, vocab_size = model(idx)[0], model.config.vocab_size
-    later = torch.cat([idx[:, : T // 2], (idx[:, T // 2 :] + 1) % vocab_size], dim=1)
-    early = slice(T // 2)
-    torch.testing.assert_close(model(later)[0][:, early], logits[:, early], **CLOSE)
+    for n in range(1, T):
+        later = torch.cat([idx[:, :n], (idx[:, n:] + 1) % vocab_size], dim=1)
+        with promised(f"the first {n} tokens see no later one"):
+            torch.testing.assert_close(model(later)[0][:, :n], logits[:, :n], **CLOSE)
     cache, parts = model.new_cache(), []
     for part in idx.split([5, 1, T - 7, 1], dim=1):
         parts.append(model(part, cache=cache)[0])
-    torch.testing.assert_close(torch.cat(parts, dim=1), logits, **CLOSE)
-    torch.testing.assert_close(model.next_logits(idx), logits[:, -1], **CLOSE)
+    with promised("with the cache, a few tokens at a time, logits are those without"):
+        torch.testing.assert_close(torch.cat(parts, dim=1), logits, **CLOSE)
+    with promised("next_logits are the last ones of forward"):
+        torch.testing.assert_close(model.next_logits(idx), logits[:, -1], **CLOSE)
 
 
 def check_generation(model: GPT):

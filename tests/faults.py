@@ -1,0 +1,86 @@
+"""Faults put into the code on purpose, those of faults.txt, one at a time: does a test notice?
+
+    python -m tests.faults                   # all; about three quarters of an hour on two cores
+    python -m tests.faults loss.py optim.py  # those in these files
+    python -m tests.faults --slow            # with the slow tests too
+
+Each is put into a copy of this directory, where the tests of that file run until one fails. Faults
+that none noticed are printed at the end. Not for CI: to be run after the code or its tests changed.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TESTS = {  # of a file: those that guard its promises, the likeliest first
+    "model.py": "model attention loss sample changed_model pretrained train",
+    "train.py": "train loss changed_model processes resume cli",
+    "sample.py": "sample explain cli bad_input",
+    "prepare.py": "prepare corpora resume bad_input",
+    "loss.py": "loss changed_model processes train",
+    "gpt2_format.py": "pretrained changed_model ecosystem hostile",
+    "decoding.py": "sample devices changed_model",
+    "explain.py": "explain attention_page changed_model",
+    "checkpoints.py": "files resume changed_model hostile train",
+    "pretrained.py": "pretrained changed_model train sample hostile",
+    "optim.py": "train resume processes changed_model",
+    "processes.py": "processes train resume changed_model",
+    "report.py": "curves train changed_model cli",
+    "cli.py": "cli bad_input",
+    "dataset.py": "train resume prepare processes hostile",
+    "shards.py": "prepare corpora resume",
+    "corpus.py": "corpora prepare bad_input",
+    "tokenizers.py": "tokenizers prepare ecosystem hostile",
+    "streaming.py": "sample",
+    "files.py": "files hostile",
+    "devices.py": "devices sample train model",
+}
+
+
+def read_faults() -> list[tuple[Path, str, str]]:
+    """(file, what stands there once, what is put in its place) of each block of faults.txt: the
+    file's name, then lines with - and lines with +."""
+    faults = []
+    for block in Path(__file__).with_suffix(".txt").read_text().strip().split("\n\n"):
+        name, *lines = block.split("\n")
+        old, new = ("\n".join(s[1:] for s in lines if s[0] == sign) for sign in "-+")
+        file = Path(name) if (ROOT / name).exists() else Path("gptling", name)
+        assert (ROOT / file).read_text().count(old) == 1, f"{file} has not once: {old}"
+        faults.append((file, old, new))
+    return faults
+
+
+def noticed_by(copy: Path, file: Path, old: str, new: str, options: list[str]) -> str:
+    """The first test in `copy` that fails with this fault; "" if none does."""
+    right = (copy / file).read_text()
+    (copy / file).write_text(right.replace(old, new))
+    tests = [f"tests/test_{name}.py" for name in TESTS[file.name].split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options]
+    done = subprocess.run([*command, *tests], cwd=copy, capture_output=True, text=True)
+    (copy / file).write_text(right)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return " ".join(failed[0].split()[:2]) if failed else "?" * (done.returncode not in (0, 5))
+
+
+def main():
+    options = ["-m", "slow or not slow"] if "--slow" in sys.argv else []
+    names, survivors = {word for word in sys.argv[1:] if word[0] != "-"}, []
+    faults = [fault for fault in read_faults() if not names or fault[0].name in names]
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory, "gptling")
+        ignored = shutil.ignore_patterns("data", "out", ".git", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        for number, fault in enumerate(faults, start=1):
+            found = noticed_by(copy, *fault, [*options, "-rfE"])
+            print(f"{number}/{len(faults)} {fault[0]}: {fault[2].strip()!r:.70}: {found or 'NONE'}")
+            survivors += [] if found else [fault]
+    for file, old, new in survivors:
+        print(f"\n{file}: no test noticed\n- {old}\n+ {new}")
+    return len(survivors) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
