@@ -16,15 +16,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TESTS = {  # of a file: those that guard its promises, the likeliest first
-    "model.py": "model attention loss sample changed_model pretrained train",
+    "model.py": "model attention loss sample changed_model traps pretrained train",
     "train.py": "train loss changed_model processes resume cli",
     "sample.py": "sample explain cli bad_input",
     "prepare.py": "prepare corpora resume bad_input",
-    "loss.py": "loss changed_model processes train",
-    "gpt2_format.py": "pretrained changed_model ecosystem hostile",
-    "decoding.py": "sample devices changed_model",
-    "explain.py": "explain attention_page changed_model",
-    "checkpoints.py": "files resume changed_model hostile train",
+    "loss.py": "loss changed_model traps processes train",
+    "gpt2_format.py": "pretrained changed_model traps ecosystem hostile",
+    "decoding.py": "sample devices traps changed_model",
+    "explain.py": "explain attention_page traps changed_model",
+    "checkpoints.py": "files resume traps changed_model hostile train",
     "pretrained.py": "pretrained changed_model train sample hostile",
     "optim.py": "train resume processes changed_model",
     "processes.py": "processes train resume changed_model",
