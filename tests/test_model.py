@@ -92,6 +92,29 @@ def test_cached_logits_equal_those_of_the_whole_sequence(chunks, dtype):
     torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], **tolerance)
 
 
+@pytest.mark.gpt2
+def test_dropout_acts_on_embeddings_attention_and_mlps_in_training_only():
+    """A share of 0.5 of each: zeros, and twice what is left."""
+    model, idx, seen = make_model(dropout=0.5), torch.randint(97, (8, 16)), {}
+
+    def keep(name):
+        return lambda module, args, y=None: seen.update({name: args[0] if y is None else y})
+
+    model.h[0].register_forward_pre_hook(keep("embeddings"))
+    model.h[0].attn.register_forward_hook(keep("attention"))
+    model.h[0].mlp.register_forward_hook(keep("mlp"))
+    model.eval()(idx)
+    quiet = dict(seen)
+    torch.manual_seed(0)
+    model.train()(idx)
+    assert quiet.keys() == {"embeddings", "attention", "mlp"}
+    for name, outcome in seen.items():
+        assert not (quiet[name] == 0).any(), name
+        assert 0.45 < (outcome == 0).float().mean() < 0.55, name
+    kept = seen["embeddings"] != 0
+    torch.testing.assert_close(seen["embeddings"][kept], 2 * quiet["embeddings"][kept])
+
+
 def test_a_model_that_has_never_run_is_compiled_whole():
     torch.compiler.reset()  # what other tests have compiled counts towards a limit
     model, idx = make_model(), torch.randint(97, (2, 16))
