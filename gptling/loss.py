@@ -96,9 +96,7 @@ def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
         pieces = loss_and_norms()
     same = len(pieces) == len(plain) and torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7)
     if not same or rest != 0 or rest.requires_grad:
-        print(
-            "the loss in pieces is another than forward's, or random: forward's needs more memory"
-        )
+        print("forward's own loss is used, and takes more memory: in pieces it is another")
         model.loss_in_pieces = None
     else:  # compiled, it is left out: it differentiates inside. That imports the compiler, in 0.9 s
         model.loss_in_pieces = torch.compiler.disable(loss_in_pieces) if compile else loss_in_pieces

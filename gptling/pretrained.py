@@ -60,11 +60,19 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
             raise UserError(f"{file}: cannot be read: {error}") from None
     try:
         return gpt2_format.load(model_class, path, tensors, allow_changed, **changes)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"no model in config.json, weights, tokenizer: {error}"
+    except (
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        reason = f"cannot be loaded: {error}"
         if isinstance(error, gpt2_format.ChangedModelError):
             words = "model.py computes something else than the model there did"
-            reason = f"{words}: {error}; train.py's --allow_changed_model=True goes on with it"
+            way_out = f"train.py --init_from={path} --allow_changed_model=True trains on from it"
+            reason = f"{words}: {error}; {way_out}"
         stored = gpt2_format.stored_sizes(model_class, read_json(path / "config.json"))
         for name, value in changes.items():
             if name in stored and stored[name] != value:
@@ -76,10 +84,11 @@ def take_sizes(config: Any, given: dict, model_class: type, source: Path):
     """Give train.py's configuration the sizes of the model in a checkpoint, but for what flags say
     of them; sequences may be shorter than the model allows. Raises UserError for longer ones."""
     stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
-    if config.eval_only and "block_size" not in given:
-        config.block_size = stored["block_size"]
-    if config.block_size > stored["block_size"]:
-        raise UserError(f"--block_size={config.block_size}: longer than that of {source}")
+    longest = stored["block_size"]
+    if "block_size" not in given:
+        config.block_size = longest if config.eval_only else min(config.block_size, longest)
+    if config.block_size > longest:
+        raise UserError(f"--block_size={config.block_size}: {source} has {longest}")
     for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
         setattr(config, name, stored[name])
 

@@ -185,8 +185,7 @@ def test_a_checkpoint_of_the_unchanged_code_is_refused_by_another_model(edit, nu
 
 
 def test_a_checkpoint_carries_16_numbers_that_its_model_gives(tmp_path):
-    """Every logit counts in one of them; other programs pass over them, and a file that another
-    program has written beside them is not held to them."""
+    """Every logit counts in one of them; other programs pass over them."""
     model = random_model(sys.modules["model"])
     save(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -197,10 +196,56 @@ def test_a_checkpoint_carries_16_numbers_that_its_model_gives(tmp_path):
     expected = [logits[i::16].mean().item() for i in range(16)]
     assert check["logits"] == pytest.approx(expected, abs=1e-5) and check["tokens"] == 16
 
+
+@pytest.mark.parametrize(
+    "name, index",
+    [
+        ("wte.weight", 50),
+        ("wte.weight", (3, 31)),
+        ("h.1.mlp.c_fc.weight", (3, 5)),
+        ("ln_f.bias", 7),
+    ],
+)
+@pytest.mark.parametrize("value", [2.5, math.nan])
+def test_weights_that_another_program_has_changed_anywhere_are_no_other_model(
+    tmp_path, name, index, value
+):
+    """The numbers beside them are of others, unless they are no numbers."""
+    save(random_model(sys.modules["model"]), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["transformer.h.1.mlp.c_fc.bias"] += 0.5
+    tensors[f"transformer.{name}"][index] = value
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert load(GPT, tmp_path).h[1].mlp.c_fc.bias[0] == model.h[1].mlp.c_fc.bias[0] + 0.5
+    if value == 2.5:
+        changed = load(GPT, tmp_path).state_dict()[name]
+        assert (changed.T if "c_fc" in name else changed)[index].max() == 2.5
+    elif "wte" not in name or index == 50:
+        with pytest.raises(ValueError, match="its logits contain NaN or infinity"):
+            load(GPT, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [5, "x", [], {}, {"logits": None}, {"logits": ["a"] * 16}, {"logits": [0] * 16},
+     {"logits": [1.0] * 15}, {"logits": [10**400] * 16}, {"tokens": 1.5}, {"tokens": "32"},
+     {"tokens": 17}, {"tokens": 0}, {"tokens": True}],
+)  # fmt: skip
+def test_numbers_that_are_not_as_they_were_written_are_passed_over(tmp_path, check):
+    model = random_model(sys.modules["model"])
+    save(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["check"] = config["check"] | check if check and isinstance(check, dict) else check
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(load_model(GPT, tmp_path).wte.weight, model.wte.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, dtype):
+    save(random_model(sys.modules["model"]), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"is {dtype}, in model.py torch.float32"):
+        load_model(GPT, tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"n_head": 4}, {"check": "off by a thousandth"}])
