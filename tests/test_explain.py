@@ -135,6 +135,26 @@ def test_a_long_text_is_cut_where_the_page_says(n_prompt, n, before, after):
     torch.testing.assert_close(read_weights(data), expected, rtol=0, atol=HALF + 1e-6)
 
 
+def test_ids_that_only_pad_the_vocabulary_have_no_probability():
+    """The model has 300 ids, the tokenizer 256: what is shown sums to 1 over these."""
+    model = random_model(300)
+    model.restrict_to_tokens(range(256))
+    ids = list(b"some text")
+    data = explain(model, BYTES, ids, 1)
+    with torch.no_grad():
+        probs = model(torch.tensor([ids]))[0][0, :-1, :256].softmax(dim=-1)
+    expected = probs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert data["probabilities"] == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_no_text_can_end_the_data_of_a_page(tmp_path):
+    data = {"tokens": HOSTILE}
+    write_page(tmp_path / "page.html", data)
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    written = html.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(written) == data and not set(written) & set("<>&")
+
+
 @pytest.mark.parametrize("model_class", [GPT, ChangedGPT])
 def test_weights_are_those_that_the_outcome_comes_from(model_class):
     """A token's logits depend on the tokens that it attends to: those with a weight, no others."""

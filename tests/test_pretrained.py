@@ -84,6 +84,8 @@ def test_auto_tokenizer_gives_our_ids_and_text(tmp_path, tokenizer_json):
     assert auto(text)["input_ids"] == ours.encode_ordinary(text)
     assert auto.decode(ours.encode_ordinary(text)) == text
     assert auto.eos_token_id == ours.eot_token
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["bos_token_id"] == config["eos_token_id"] == ours.eot_token
 
 
 @pytest.mark.gpt2
