@@ -45,8 +45,9 @@ class PrepareConfig:
     overwrite: bool = False  # replace data/NAME if it is there
 
     def __post_init__(self):
-        if Path(self.name).name != self.name or self.name == ".." or not self.name.isprintable():
-            raise ValueError(f"--name {self.name!r}: give a plain name, for a directory in data/")
+        name = self.name or name_after(self.sources)
+        if Path(name).name != name or name in ("", "..") or not self.name.isprintable():
+            raise ValueError(f"--name {name!r}: give a plain name, for a directory in data/")
         check_vocab_size(self.tokenizer, self.vocab_size)
 
 
@@ -150,8 +151,7 @@ def prepare(config: PrepareConfig) -> Path:
 
 
 def main():
-    config, _ = load(PrepareConfig, __doc__)
-    target = prepare(config)
+    target = prepare(load(PrepareConfig, __doc__)[0])
     flag = "" if target.name == "quickstart" else f" --dataset={target.name}"
     print(f"next: python train.py{flag}")
 

@@ -174,7 +174,7 @@ def build_model(config: TrainConfig, data: Dataset, source: Path | None) -> GPT:
 def main():
     # ------------------------------------------------------------ configuration, and the run so far
     config, given = load(TrainConfig, __doc__, default_preset=CONFIG / "quickstart.toml")
-    config.out_dir = config.out_dir or f"out/{config.dataset}"
+    config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
     processes = Processes(config.device)
     rank, world_size, device = processes.rank, processes.world_size, processes.device
     run_directory = RunDirectory(Path(config.out_dir), processes)

@@ -123,7 +123,7 @@ def fixed_ids(model: nn.Module, n: int = 0, operations: float = AT_A_LOAD) -> to
 def mean_logits(model: nn.Module, n: int = 0) -> torch.Tensor:
     """The logits behind fixed ids as 16 numbers, each the mean of every 16th of them."""
     with in_float32(model) as model:
-        logits = model.next_logits(fixed_ids(model, n))[0]
+        logits = model(fixed_ids(model, n), last_only=True)[0][0, -1]
     logits = logits.clamp(min=-1e4).cpu()  # some mask with -inf
     return torch.stack([logits[i % len(logits) :: 16].mean() for i in range(16)])
 

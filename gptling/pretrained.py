@@ -68,7 +68,7 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         AttributeError,
         RecursionError,
     ) as error:
-        reason = f"cannot be loaded: {error}"
+        reason = f"config.json, weights or tokenizer cannot be loaded: {error}"
         if isinstance(error, gpt2_format.ChangedModelError):
             words = "model.py computes something else than the model there did"
             way_out = f"train.py --init_from={path} --allow_changed_model=True trains on from it"

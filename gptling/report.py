@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -99,13 +100,13 @@ class Report:
 
     def close(self, step: int, stopped: bool):
         self.bar.close()
-        if stopped:
+        out_dir = shlex.quote(self.config.out_dir)
+        if stopped and step < self.config.max_iters:
             command = "python" if self.processes.world_size == 1 else "torchrun ..."
-            resume = f"{command} train.py --out_dir={self.config.out_dir} --resume=True"
-            print(f"stopped at step {step}; next: {resume}")
+            print(f"stopped at step {step}; next: {command} train.py --out_dir={out_dir} --resume")
         else:
             seconds = time.perf_counter() - self.started
-            print(f"{seconds:.0f} s; next: python sample.py {self.config.out_dir}")
+            print(f"{seconds:.0f} s; next: python sample.py {out_dir}")
         if self.config.wandb and self.processes.is_main:
             sys.modules["wandb"].finish()
 

@@ -64,6 +64,7 @@ MISTAKES = [
     (f"prepare.py {LONG} --name=short", LONG, "too long"),
     (f"prepare.py a.txt --name={LONG}", LONG, "too long"),
     ("prepare.py a.txt --name=../up", "../up", 2),
+    ("prepare.py / --overwrite", "--name ''", 2),
     ("prepare.py a.txt --name=a\x1bb", r"a\x1bb", 2),
     ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),
     ("prepare.py a.txt --tokenizer=gpt3", "gpt3", "char", "byte", "gpt2"),

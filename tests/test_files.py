@@ -8,18 +8,48 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from gptling import checkpoints
+from gptling.checkpoints import Progress, RunDirectory
 from gptling.cli import UserError
 from gptling.explain import write_page
 from gptling.files import lock_directory, read_json, replace, writing
+from gptling.processes import Processes
 from gptling.report import draw_curves
 from gptling.shards import TokenShards
+from model import GPT, GPTConfig
 from tests.conftest import TEXT, TINY, output_of, run_script
+from train import TrainConfig
+
+# ---------------------------------------------------------------------------- a crash
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Otherwise it could be there and be empty."""
+    events, rename = [], Path.rename
+    monkeypatch.setattr(checkpoints, "sync", lambda path: events.append(path.name))
+
+    def recorded(self, target):
+        events.append("renamed")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", recorded)
+    data = SimpleNamespace(fingerprint="", tokenizer_json='{"added_tokens": []}')
+    scaler, model = torch.amp.GradScaler("cpu", enabled=False), GPT(GPTConfig(16, 9, 1, 1, 8))
+    run = RunDirectory(tmp_path, Processes("cpu"))
+    run.save({"step": 3}, model, [], scaler, Progress(step=3), TrainConfig(), data)
+    at = events.index("renamed")
+    files = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert len(files) == 7 and files | {".checkpoint-3.writing"} == set(events[:at])
+    assert events[at:] == ["renamed", tmp_path.name]
+
 
 # ---------------------------------------------------------------------------- a disk that is full
 

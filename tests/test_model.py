@@ -37,10 +37,13 @@ def make_model(seed=0, sharp=1.0, **sizes):
     ],
 )
 def test_loss_at_initialisation_is_that_of_a_uniform_guess(sizes):
+    """ln(V), and above it half of the logits' variance. Of 4,096 targets, for which 1,000 seeds
+    stay below 0.3 % here; of 128 every fifth was beyond 2 %."""
     model = make_model(**sizes)
     V, T = model.config.vocab_size, model.config.block_size
+    B = max(8, 4096 // T)
     with torch.no_grad():
-        _, loss = model(torch.randint(V, (8, T)), torch.randint(V, (8, T)))
+        _, loss = model(torch.randint(V, (B, T)), torch.randint(V, (B, T)))
     assert loss.item() == pytest.approx(math.log(V), rel=0.02)
 
 

@@ -129,7 +129,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(here, number, opt
     process.send_signal(getattr(signal, number))
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + getattr(signal, number)
-    assert b"next: python train.py --out_dir=out/parts --resume=True" in output
+    assert b"next: python train.py --out_dir=out/parts --resume" in output
     stopped = list_checkpoints(here / "out" / "parts")[-1]
     assert 0 < step_of(stopped) < steps
     output_of("sample.py", stopped, "--max_new_tokens=5", cwd=here)

@@ -43,7 +43,8 @@ def test_newest_run_and_named_checkpoints_give_the_same_text(trained, tmp_path):
 
 
 def test_the_best_checkpoint_of_a_run_is_taken(tmp_path):
-    for step, loss in ((5, 2.0), (10, 1.5), (20, 1.7)):
+    """Of equal ones the newest."""
+    for step, loss in ((5, 2.0), (7, 1.5), (10, 1.5), (20, 1.7)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "config.json").write_text("{}")
         (tmp_path / f"checkpoint-{step}" / "metrics.json").write_text(f'{{"val_loss": {loss}}}')

@@ -336,16 +336,26 @@ def test_output_without_a_terminal_is_plain_lines(trained, tmp_path):
     assert "\r" not in output
 
 
-def test_logged_loss_of_accumulation_is_the_mean_over_micro_batches(trained, tmp_path):
+def test_accumulation_logs_the_loss_and_norm_of_the_whole_batch_and_no_clipping_changes_nothing(
+    trained, tmp_path, monkeypatch
+):
+    """--grad_clip=0 is what a huge one is; a speed counts all micro-batches."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
     copy_data(trained, tmp_path)
-    losses = []
-    for i, (batch, steps) in enumerate([(8, 1), (2, 4)]):
-        arguments = ["--max_iters=5", "--log_interval=1", "--grad_clip=0", f"--out_dir=out/{i}"]
+    logs = []
+    for batch, steps, clip in ((8, 1, 0), (2, 4, 0), (8, 1, 1e9)):
+        arguments = ["--max_iters=5", "--log_interval=1", f"--grad_clip={clip}", "--overwrite"]
         arguments += [f"--batch_size={batch}", f"--gradient_accumulation_steps={steps}"]
-        output_of("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
-        losses.append([e["loss"] for e in read_log(tmp_path / "out" / str(i)) if "loss" in e])
-    assert len(losses[0]) == 5
-    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+        process = run_here("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
+        assert process.returncode == 0, process.stderr
+        logs.append([e for e in read_log(tmp_path / "out" / "mine") if "loss" in e])
+    for log in logs:
+        assert [e["loss"] for e in log] == pytest.approx([e["loss"] for e in logs[0]], abs=2e-4)
+        assert [e["norm"] for e in log] == pytest.approx([e["norm"] for e in logs[0]], rel=2e-3)
+        for entry in log:
+            assert entry["tokens_per_s"] * entry["ms"] / 1000 == pytest.approx(8 * 16, rel=1e-6)
+    assert len(logs[0]) == 5 and logs[0][-1]["loss"] < logs[0][0]["loss"]
 
 
 def weights(run, step):
