@@ -187,12 +187,12 @@ class RunDirectory:
         All processes of a sharded model call it, the first one writes. Raises UserError."""
         if not (self.processes.is_main or self.processes.sharded):
             return
-        check_masks(model)
         state = {"format": 2, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
         state["optimizers"] = [full_state(optimizer) for optimizer in optimizers]
         if not self.processes.is_main:
             return
+        check_masks(model)
         final = self.path / f"checkpoint-{metrics['step']}"
         temporary = self.path / f".{final.name}.writing"
         try:
