@@ -94,11 +94,16 @@ def largest_error(next_logits: Callable, cache, plain: nn.Module, tokens, mask) 
     n, errors = tokens.size(1), [0.0]
     expected = plain(tokens, padding_mask=mask)[0].float()  # (B, n, V)
     for start, end in itertools.pairwise(sorted({0, n - 1, n})):
-        so_far = None if mask is None else mask[:, :end].contiguous()
-        logits = next_logits(tokens[:, start:end].contiguous(), so_far, cache)
+        so_far = None if mask is None else with_own_strides(mask[:, :end])
+        logits = next_logits(with_own_strides(tokens[:, start:end]), so_far, cache)
         error = (logits - expected[:, end - 1]).abs().max() / expected[:, end - 1].std()
         errors.append(error.item())
     return max(errors)
+
+
+def with_own_strides(x: torch.Tensor) -> torch.Tensor:
+    """Not with those of what it was cut out of, for which torch.compile would compile again."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def replace_linears(model: nn.Module, layer: type[nn.Linear]):
@@ -171,7 +176,8 @@ def compile_steps(model: nn.Module, by_block: bool):
     torch._dynamo.config.recompile_limit = 8 + 2 * len(model.h)  # blocks may differ in numbers
     for block in dict.fromkeys(model.h):
         block.forward = Compiled(block.forward, one_token)
-    model.logits = Compiled(model.logits, lambda x: x.numel() == x.size(-1))
+    output = Compiled(model.logits, lambda x: x.numel() == x.size(-1))
+    model.logits = lambda x: output(with_own_strides(x))
 
 
 def one_token(x, *arguments) -> bool:

@@ -258,7 +258,7 @@ def steps(model, idx, mask=None):
     with torch.inference_mode():
         for start, end in [(0, 8), *((T, T + 1) for T in range(8, idx.size(1)))]:
             padding_mask = None if mask is None else mask[:, :end].clone()
-            new = idx[:, start:end].contiguous()
+            new = idx[:, start:end].clone(memory_format=torch.contiguous_format)
             logits.append(model.next_logits(new, padding_mask, cache))
     return torch.stack(logits)
 
@@ -311,13 +311,13 @@ def test_compiling_changes_no_logits_but_for_rounding(model_class, dtype, padded
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiling_a_block_of_a_wide_model_changes_no_logits(dtype, native, monkeypatch, capfd):
-    """One compilation for all blocks, two for the output layer, whose row is the last of many or
+    """One compilation for all blocks, one for the output layer, whose row is the last of many or
     stands alone; also in bfloat16 where matmuls are in float32."""
     monkeypatch.setattr(
         "gptling.decoding.has_fast_matmul", lambda dtype: native or dtype.itemsize > 2
     )
     check_speed_up(random_model(GPT, n_embd=256).to(dtype), False, compile=True)
-    assert capfd.readouterr().err.count("compiled in") <= 3
+    assert capfd.readouterr().err.count("compiled in") == 2
 
 
 def compile_by(backend):
