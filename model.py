@@ -273,8 +273,8 @@ class GPT(nn.Module):
 
     The rest of the project knows a model by these names only: config_class, config, h (its blocks),
     forward, logits, losses, next_logits, new_cache, generate, valid_tokens, restrict_to_tokens,
-    untouched; of a layer, where it has them, attend, attention_weights and plain_mask, of a weight
-    matrices; and two seams for speed, where None stands for the plain code here."""
+    untouched; of a layer, where it has them, attend, attention_weights, plain_mask, has_plain_mask,
+    of a weight matrices; and two seams for speed, where None stands for the plain code here."""
 
     config_class = GPTConfig
     loss_in_pieces = None  # (logits, losses, x (B, T, C), targets (B, T)) to the sum of losses

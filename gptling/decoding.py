@@ -29,7 +29,7 @@ def speed_up(model: nn.Module, compile: bool = False) -> nn.Module:
     |                            | linear layers         | attention           | compiled         |
     |----------------------------|-----------------------|---------------------|------------------|
     | CPU with fast matmuls      | OneDNNLinear, if wide | float32_attention,  |                  |
-    | CPU without, in this dtype | RowLinear             | in bfloat16        |                  |
+    | CPU without, in this dtype | RowLinear             | in bfloat16         |                  |
     | CPU, compile               | RowLinear             | attend_one_query    | blocks, if wide, |
     | another device, compile    |                       |                     | or a whole step  |
     """

@@ -1,6 +1,6 @@
 """Faults put into the code on purpose, those of faults.txt, one at a time: does a test notice?
 
-    python -m tests.faults                   # all; about three quarters of an hour on two cores
+    python -m tests.faults                   # all; a minute for each that no test notices
     python -m tests.faults loss.py optim.py  # those in these files
     python -m tests.faults --slow            # with the slow tests too
 

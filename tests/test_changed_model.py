@@ -218,7 +218,7 @@ def test_weights_that_another_program_has_changed_anywhere_are_no_other_model(
     if value == 2.5:
         changed = load(GPT, tmp_path).state_dict()[name]
         assert (changed.T if "c_fc" in name else changed)[index].max() == 2.5
-    elif "wte" not in name or index == 50:
+    else:
         with pytest.raises(ValueError, match="its logits contain NaN or infinity"):
             load(GPT, tmp_path)
 
