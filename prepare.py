@@ -14,32 +14,26 @@ import contextlib
 import itertools
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import tyro
 
 from gptling.cli import UserError, load, run
 from gptling.corpus import find_sources, read, source_id
-from gptling.files import lock_directory, replace, writing
+from gptling.files import lock_directory, read_json, replace, writing
 from gptling.shards import CorpusPosition, TokenShards, encode_on_all_cores, split_documents
-from gptling.tokenizers import (
-    END_OF_TEXT,
-    build_tokenizer,
-    check_vocab_size,
-    load_tokenizer,
-    tokenizer_to_json,
-)
+from gptling.tokenizers import build_tokenizer, check_vocab_size, load_tokenizer, tokenizer_to_json
 
 
 @dataclass
 class PrepareConfig:
     # files, folders, hf:NAME:CONFIG:SPLIT; shakespeare; or nothing
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    tokenizer: str = "char"  # char, byte, bpe, a name of tiktoken's such as gpt2, or a checkpoint
+    tokenizer: str = "char"  # char, byte, bpe, one of tiktoken's such as gpt2, a run or checkpoint
     vocab_size: int = 0  # tokens of --tokenizer bpe, end-of-text among them; 0 for 4096
     name: str = ""  # the directory under data/; otherwise called after the first source
     overwrite: bool = False  # replace data/NAME if it is there
@@ -80,7 +74,7 @@ def partial_directory(target: Path) -> Iterator[Path]:
 def prepare(config: PrepareConfig) -> Path:
     """Write data/NAME/ as `config` says and return it. Raises UserError."""
     target = Path("data") / (config.name or name_after(config.sources))
-    if target.exists() and not config.overwrite:
+    if target.exists() and any(target.iterdir()) and not config.overwrite:
         raise UserError(f"{target} is there: --overwrite=True replaces it, --name keeps both")
     with partial_directory(target) as directory:
         output, progress_file = directory / "data", directory / "progress.json"
@@ -111,13 +105,11 @@ def prepare(config: PrepareConfig) -> Path:
                 replace(output / "tokenizer.json", tokenizer_to_json(tokenizer).encode())
 
         # ------------------------------------------------ encode and write
-        has_end = END_OF_TEXT in tokenizer.special_tokens_set
-        separator = np.array([tokenizer.eot_token] if has_end else [], dtype=np.uint32)
         keyed = ((piece, piece[-1]) for piece in split_documents(sources, first_sizes, position))
         with writing(output):
-            shards = TokenShards(output, tokenizer.n_vocab, **progress.get("shards", {}))
+            shards = TokenShards(output, tokenizer, **progress.get("shards", {}))
             for (position, split, text), ids in encode_on_all_cores(tokenizer, keyed):
-                shards.write(split, ids if text else separator)
+                shards.write(split, ids if text else shards.separator)
                 if shards.is_full():
                     state = {"place": asdict(position), "shards": shards.finish_shard()}
                     replace(progress_file, json.dumps({"wanted": wanted} | state).encode())
@@ -125,6 +117,10 @@ def prepare(config: PrepareConfig) -> Path:
 
         # ------------------------------------------------ meta.json, and the name
         count, train = position.count, [length for length, _ in shards.finished]
+        longest = min(max(train), shards.val.length) - 1  # sequence that both splits have
+        if longest < 1:
+            few = f"{count['characters']} characters are too few to train and validate on"
+            raise UserError(f"{config.sources[0]}: {few}: give more text")
         meta = {
             "format": 1,
             "tokenizer": config.tokenizer,
@@ -152,8 +148,11 @@ def prepare(config: PrepareConfig) -> Path:
 
 def main():
     target = prepare(load(PrepareConfig, __doc__)[0])
-    flag = "" if target.name == "quickstart" else f" --dataset={target.name}"
-    print(f"next: python train.py{flag}")
+    flags = "" if target.name == "quickstart" else f" --dataset={shlex.quote(target.name)}"
+    meta = read_json(target / "meta.json")
+    longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
+    flags += f" --block_size={longest}" * (longest < 64)  # the quick start's
+    print(f"next: python train.py{flags}")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def main():
             write_page(Path(config.explain), {"model": str(checkpoint)} | data)
             print(f"{config.explain}: open it in a browser", file=sys.stderr)
         return
-    print("a prompt, then Enter; an empty line ends", file=sys.stderr)
+    print("a prompt, then Enter; Ctrl-C ends a text, an empty line all", file=sys.stderr)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         prompt = sys.stdin.readline().removeprefix("\ufeff").rstrip("\r\n")
@@ -172,7 +172,7 @@ def main():
             return
         try:
             write_samples(model, tokenizer, [prompt], config)
-        except UserError as error:  # a typo does not end the conversation
+        except (UserError, KeyboardInterrupt) as error:  # ends this text, not the conversation
             print(error, file=sys.stderr)
 
 

@@ -6,8 +6,10 @@
     python train.py --out_dir=out/gpt2 --resume        # go on from its newest checkpoint
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
-writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl, and
-where matplotlib and TensorBoard are installed loss.png and tensorboard/.
+What neither a flag nor a preset says is as in the quick start.
+
+writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,
+config.toml, and where matplotlib and TensorBoard are installed loss.png and tensorboard/.
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101; cosine decay,
@@ -38,7 +40,6 @@ from gptling.optim import Muon, check_finite, load_states
 from gptling.pretrained import find_checkpoint, load_model, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
-from gptling.tokenizers import load_tokenizer
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
 
@@ -69,7 +70,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     beta2: Fraction = 0.95  # AdamW: decay of the second moment (of their squares)
     grad_clip: float = 1.0  # the gradient's norm is cut to this; 0 for never
     eval_interval: PositiveInt = 500  # steps between evaluations, each with a checkpoint
-    eval_tokens: int = 0  # validate on so many tokens of the split's beginning; 0 for all
+    eval_tokens: int = 0  # validate on about so many tokens, evenly from the split; 0 for all
     keep_last: PositiveInt = 2  # checkpoints that stay besides the best
     log_interval: PositiveInt = 10  # steps between log lines
     seed: int = 1337  # of initialisation, order of sequences, dropout and samples
@@ -95,12 +96,10 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
             raise ValueError("--resume, --overwrite and --eval_only exclude each other")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
-        if self.fsdp and self.optimizer == "muon" and not (self.resume or self.eval_only):
-            raise ValueError("--fsdp: Muon needs whole matrices; use --optimizer=adamw")
 
 
 # What makes a run another run, and so stays when it is resumed, as the sizes of the model do.
-FIXED = "dataset init_from batch_size gradient_accumulation_steps block_size optimizer seed".split()
+FIXED = "init_from batch_size gradient_accumulation_steps block_size vocab_multiple optimizer seed"
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -117,10 +116,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.min_lr + left[config.schedule] * (config.learning_rate - config.min_lr)
 
 
-def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"):
     """[AdamW], or with "muon" [AdamW, Muon]. Muon takes the matrices inside the blocks, a router's
     too, and parameters of three dimensions as stacks of matrices. Matrices and embeddings decay,
-    biases and LayerNorms do not. Without a gradient none moves. lr_scale: times learning_rate."""
+    biases and LayerNorms do not. Without a gradient none moves. lr_scale: times learning_rate;
+    dtype: of matmuls, in which Muon computes if it is bfloat16."""
     muon = {p for p in model.h.parameters() if p.dim() in (2, 3) and config.optimizer == "muon"}
     rest = [p for p in model.parameters() if p not in muon]
     groups = [
@@ -132,8 +132,8 @@ def configure_optimizers(model: GPT, config: TrainConfig) -> list[torch.optim.Op
         scale = config.muon_lr / (config.learning_rate or 1)
         group = {"params": [p for p in model.parameters() if p in muon], "lr_scale": scale}
         options = {"momentum": config.muon_momentum, "weight_decay": config.weight_decay}
-        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        optimizers.append(Muon([group], dtype, **options))
+        muon_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        optimizers.append(Muon([group], muon_dtype, **options))
     return optimizers
 
 
@@ -148,7 +148,7 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
         sums.append(torch.where(count > 0, loss * count, 0))
     model.train()
     nats = processes.sum(torch.stack(sums).cpu().double().sum()).item()
-    return nats / (len(data.val) - 1), nats / (math.log(2) * max(1, data.val_bytes))
+    return nats / data.val_targets, nats / (math.log(2) * max(1, data.val_bytes))
 
 
 def build_model(config: TrainConfig, data: Dataset, source: Path | None) -> GPT:
@@ -162,9 +162,7 @@ def build_model(config: TrainConfig, data: Dataset, source: Path | None) -> GPT:
         if model.untouched:
             print(f"not drawn by init_weights, as they were made: {', '.join(model.untouched)}")
     else:
-        if load_tokenizer(source)._mergeable_ranks != data.tokenizer._mergeable_ranks:
-            way_out = f"prepare that text with --tokenizer={source}"
-            raise UserError(f"{source} has another tokenizer than {data.directory}: {way_out}")
+        data.check_tokenizer(source, config.vocab_size)
         del sizes["block_size"]
         model = load_model(GPT, source, config.allow_changed_model, **sizes)
     model.restrict_to_tokens(token_ids(data.tokenizer_json))
@@ -175,23 +173,24 @@ def main():
     # ------------------------------------------------------------ configuration, and the run so far
     config, given = load(TrainConfig, __doc__, default_preset=CONFIG / "quickstart.toml")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
-    processes = Processes(config.device)
-    rank, world_size, device = processes.rank, processes.world_size, processes.device
+    processes = Processes()
+    rank, world_size = processes.rank, processes.world_size
     run_directory = RunDirectory(Path(config.out_dir), processes)
     state = {}
     if config.eval_only:
         config.init_from = source = find_checkpoint(config.init_from)
         config.eval_tokens = given.get("eval_tokens", 0)  # the whole split, whatever a preset says
     else:  # explicit flags override what a resumed run had
-        config, source, state = run_directory.resume_or_begin(config, given, FIXED)
+        config, source, state = run_directory.resume_or_begin(config, given, FIXED.split())
         if source is None and config.init_from != "scratch":
             source = find_checkpoint(config.init_from)
     if source:
         take_sizes(config, given, GPT, source)
     progress = state.get("progress", Progress())
+    device = processes.use_device(config.device)
 
     # ------------------------------------------------------------ data
-    missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
+    missing = config.dataset == "quickstart" and not Path("data/quickstart/meta.json").exists()
     if missing and processes.is_main and not config.eval_only:
         prepare(PrepareConfig())
     processes.barrier()
@@ -206,9 +205,8 @@ def main():
     model = build_model(config, data, source)
     config.vocab_size = model.config.vocab_size
     # bfloat16 took 1.45 times as long as float32 at a width of 64, and 0.56 times at 128.
-    config.dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
-    dtype = getattr(torch, config.dtype)
-    autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
+    dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
+    autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     compile = device == "cuda" if config.compile == "auto" else config.compile
     use_loss_in_pieces(model, compile)
     if device == "cpu":
@@ -225,19 +223,20 @@ def main():
 
     # ------------------------------------------------------------ optimizers
     _, micro_steps = micro_batches(config, world_size)
-    optimizers = configure_optimizers(model, config)
-    scaler = torch.amp.GradScaler(device, enabled=config.dtype == "float16")
+    optimizers = configure_optimizers(model, config, dtype)
+    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     load_states(optimizers, scaler, state)  # of a resumed run
 
     # ------------------------------------------------------------ what is written
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
     batches = itertools.chain([next(batches)], batches)  # bad data shows before anything is written
     run_directory.start(progress.step, config.overwrite)
-    report = Report(config, processes, progress.step, model, data.n_tokens)
+    report = Report(config, processes, progress, model, data.n_tokens, dtype)
 
     def save(metrics):
         """A checkpoint of now; every process gives its shards, the first one writes."""
-        progress.loss_sum = loss_sum.item()
+        progress.loss_sum, progress.seconds = loss_sum.item(), report.seconds()
+        progress.computed_in = f"{device}, {dtype}"
         full_model = processes.full_model(model, GPT)
         run_directory.save(metrics, full_model, optimizers, scaler, progress, config, data)
 
@@ -285,6 +284,7 @@ def main():
         loss_sum += losses["loss"]
         progress.step, progress.loss_steps = done, progress.loss_steps + 1
         progress.overflows += overflow
+        run_directory.take_over(step, config)  # this run works: one that is to be overwritten goes
 
         if log_now:
             rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
@@ -301,7 +301,7 @@ def main():
                 loss_sum.zero_()
                 progress.loss_steps, progress.best = 0, min(progress.best, val_loss)
                 metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
-                metrics["bits_per_byte"] = bits_per_byte
+                metrics |= {"bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
                 lines = sample_lines(model, data.tokenizer, config.seed + done, processes)
                 report.evaluation(metrics, lines, best=val_loss == progress.best)
                 save(metrics)

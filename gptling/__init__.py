@@ -1,1 +1,1 @@
-"""The workshop behind the scripts: what one need not read to train or hack a GPT."""
+"""The helpers behind the scripts, which a reader who trains or hacks a GPT can skip."""

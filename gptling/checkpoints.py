@@ -20,7 +20,7 @@ from gptling.gpt2_format import save
 from gptling.optim import full_state
 
 # Flags of one start, which a run does not keep.
-ONCE = {"resume", "overwrite", "allow_changed_data", "allow_changed_model"}
+ONCE = {"resume", "overwrite", "eval_only", "allow_changed_data", "allow_changed_model"}
 
 
 @dataclass
@@ -32,6 +32,8 @@ class Progress:
     overflows: int = 0  # steps that float16 skipped
     loss_sum: float = 0.0  # of the training losses since the last evaluation
     loss_steps: int = 0  # of how many steps
+    seconds: float = 0.0  # that the run has taken
+    computed_in: str = ""  # the device and the dtype of matmuls
 
 
 def step_of(checkpoint: Path) -> int:
@@ -44,16 +46,17 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     return sorted((p for p in found if re.fullmatch(r"checkpoint-\d+", p.name)), key=step_of)
 
 
+def validation_loss(checkpoint: Path) -> float:
+    """Infinite where a run was stopped between evaluations, or metrics.json is damaged."""
+    with suppress(UserError, LookupError, TypeError, ValueError):
+        return float(read_json(checkpoint / "metrics.json")["val_loss"])
+    return math.inf
+
+
 def best_checkpoint(run: str | Path) -> Path | None:
     """The checkpoint of a run with the lowest validation loss, the newest of equal ones."""
-
-    def order(checkpoint):
-        loss = math.inf  # where a run was stopped between evaluations, or metrics.json is damaged
-        with suppress(UserError, LookupError, TypeError, ValueError):
-            loss = float(read_json(checkpoint / "metrics.json")["val_loss"])
-        return loss, -step_of(checkpoint)
-
-    return min(list_checkpoints(run), key=order, default=None)
+    checkpoints = reversed(list_checkpoints(run))
+    return min(checkpoints, key=validation_loss, default=None)
 
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
@@ -110,6 +113,7 @@ class RunDirectory:
     def __init__(self, path: Path, processes):
         self.path, self.processes, self.lock = path, processes, None
         self.last_reason = ""  # why its checkpoints are no GPT-2s
+        self.begun = False
 
     def take_lock(self):
         """Keep other trainings out until this one ends. Raises UserError where one is there."""
@@ -158,7 +162,7 @@ class RunDirectory:
             raise UserError(f"{self.path} holds a run: {ways}, --out_dir=... leaves it alone")
 
     def start(self, step: int, overwrite: bool):
-        """Make the directory ready for what follows `step`."""
+        """Make the directory, and let no other training write there."""
         if not self.processes.is_main:
             return
         with writing(self.path):
@@ -166,6 +170,13 @@ class RunDirectory:
             self.take_lock()
             if step == 0 and not overwrite:
                 self.refuse_another_run()  # one that has come to its end there meanwhile
+
+    def take_over(self, step: int, config: Any):
+        """With the first step that is done, behind `step`: what follows it is this run's alone."""
+        if self.begun or not self.processes.is_main:
+            return
+        self.begun = True
+        with writing(self.path):
             for path in self.path.glob(".checkpoint-*"):  # what a crash has left
                 shutil.rmtree(path)
             for path in list_checkpoints(self.path):
@@ -176,6 +187,9 @@ class RunDirectory:
                     shutil.rmtree(aside, ignore_errors=True)
                     path.rename(aside)
             cut_log(self.path / "log.jsonl", step)
+        with writing(self.path / "config.toml"):
+            replace(self.path / "config.toml", as_preset(config).encode())
+        self.processes.has_trained()
 
     def print_new_reason(self, why_not_gpt2: str):
         if why_not_gpt2 and not self.last_reason:
@@ -213,6 +227,14 @@ class RunDirectory:
         for path in set(list_checkpoints(self.path)[: -config.keep_last]) - {best}:
             with suppress(OSError):  # open in another program, on Windows: next time, then
                 delete(path)
+
+
+def as_preset(config: Any) -> str:
+    """The settings of a run as a TOML file, whose strings and numbers are written as JSON's are."""
+    values = {name: json.dumps(v, ensure_ascii=False) for name, v in asdict(config).items()}
+    kept = [name for name in values if name not in ONCE | {"out_dir", "vocab_size"}]
+    lines = [f"{name} = {values[name]}" for name in kept]
+    return "\n".join(["# A preset: what this run was trained with, at its last start.", *lines, ""])
 
 
 def check_masks(model: torch.nn.Module):

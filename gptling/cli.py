@@ -9,6 +9,7 @@ import difflib
 import gc
 import importlib
 import io
+import itertools
 import math
 import os
 import re
@@ -28,6 +29,7 @@ CONFIG = Path(__file__).parent.parent / "config"
 # What a number of a configuration may be besides finite and not negative: at least 1, below 1.
 PositiveInt = Annotated[int, "at least 1"]
 Fraction = Annotated[float, "below 1"]
+OTHER_NAMES = {"lr": "learning_rate", "steps": "max_iters", "start": "prompt"}  # elsewhere
 
 
 class UserError(Exception):
@@ -102,8 +104,8 @@ def _exit(code):
 def load(cls: type, description: str, argv: list[str] | None = None, default_preset=None):
     """An instance of the dataclass `cls` from the command line, and the flags that were given.
 
-    default_preset: the words before the first flag are presets, this one where there are none.
-    Without it `cls` has a positional field of its own. A usage error exits with code 2."""
+    default_preset: the words before the first flag are presets, this one before them all. Without
+    it `cls` has a positional field of its own. A usage error exits with code 2."""
     words = sys.argv[1:] if argv is None else argv  # UTF-8, whatever the locale says
     argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
     # Without __post_init__, which may derive a value from others, before all have their values.
@@ -112,10 +114,16 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
     if default_preset:
         n_presets = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
         presets, argv = argv[:n_presets], argv[n_presets:]
-        for preset in presets or [default_preset]:
+        for preset in [default_preset, *presets]:
             # Its numbers are checked together with the flags, which may mend them.
             vars(default).update(read_preset(cls, preset))
+        behind = [w for before, w in itertools.pairwise(argv) if is_preset(w, before, hints)]
+        if behind:
+            usage_error(f"{behind[0]}: presets stand before the flags")
     names = [re.sub("=.*", "", word[2:]).replace("-", "_") for word in argv if word[:2] == "--"]
+    for name in names:
+        if name not in hints and (ours := OTHER_NAMES.get(name)) in hints:
+            usage_error(f"--{name} is --{ours} here")
     options = {
         "prog": Path(sys.argv[0]).name,
         "description": description.partition("References:")[0].strip(),
@@ -130,6 +138,20 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
             _let_first_speak()
         raise
     return config, {name: getattr(config, name) for name in names if name in hints}
+
+
+def usage_error(message: str):
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    _let_first_speak()
+    _exit(2)
+
+
+def is_preset(word: str, before: str, hints: dict[str, Any]) -> bool:
+    """Whether a word among the flags is a preset, and not the value of the flag `before` it."""
+    value = before[:2] == "--" and "=" not in before
+    value = value and hints.get(before[2:].replace("-", "_")) is not bool
+    return word.endswith(".toml") and word[:2] != "--" and not value
 
 
 def spell_out(argv: list[str], hints: dict[str, Any]) -> list[str]:

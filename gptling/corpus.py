@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from gptling.cli import UserError, optional_package
-from gptling.files import writing
+from gptling.files import in_words, writing
 
 RECORDS = (".jsonl", ".jsonl.gz", ".parquet")  # files with a document in each record
 UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError)
@@ -182,7 +182,8 @@ def _read(source, count_bytes):
                     empty = False
                     yield size, text
     except (*UNREADABLE, RecursionError) as error:
-        raise UserError(f'{source}: line {number}: no "text" can be read: {error!r:.300}') from None
+        reason = in_words(error)
+        raise UserError(f'{source}: line {number}: no "text" can be read: {reason:.300}') from None
     if empty:
         raise UserError(f"{source}: no text in it")
 

@@ -1,10 +1,12 @@
 """data/NAME as training reads it, in sequences of block_size tokens. The batch of step s is a pure
 function of (seed, s): there is no loader whose state a checkpoint would have to keep."""
 
+import difflib
 import functools
 import itertools
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,25 +50,32 @@ class Dataset:
         self.directory = directory = Path("data") / name
         if not (directory / "meta.json").is_file():
             found = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
-            there = "".join(f", or take --dataset={name}" for name in found)
-            make = f"make it with python prepare.py YOUR.txt --name={name}"
-            raise UserError(f"{directory} is not there: {make}{there}")
+            near = difflib.get_close_matches(name, found) or found[:3]
+            there = "".join(f", or take --dataset={shlex.quote(name)}" for name in near)
+            make = f"make it with python prepare.py YOUR.txt --name={shlex.quote(name)}"
+            make += " --overwrite" * directory.exists()
+            missing = "has no meta.json" if directory.exists() else "is not there"
+            raise UserError(f"{directory} {missing}: {make}{there}")
         self.fingerprint = read_meta(directory)["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
         files = sorted(directory.glob("train-*.npy")) or [directory / "train-00000.npy"]
         self.train = [open_tokens(file) for file in files]
-        val = open_tokens(directory / "val.npy")
-        self.val = val[: eval_tokens + 1] if eval_tokens else val
+        self.val = open_tokens(directory / "val.npy")
         self.block_size, self.n_tokens = block_size, sum(map(len, self.train))
-        for split, n in (("train", max(map(len, self.train))), ("val", len(val))):
+        for split, n in (("train", max(map(len, self.train))), ("val", len(self.val))):
             if n <= block_size:
                 few = f"the {split} split has {n} tokens, but block_size + 1 is {block_size + 1}"
                 raise UserError(f"{directory}: {few}: prepare more text, or lower --block_size")
 
-        lengths, self.val_bytes = bytes_per_token(self.tokenizer), 0  # of the validation targets
-        for ids in np.array_split(self.val[1:], len(self.val) // (1 << 20) + 1):  # saves memory
+        self.val_starts = validation_starts(len(self.val), block_size, eval_tokens)
+        lengths = bytes_per_token(self.tokenizer)
+        self.val_targets = self.val_bytes = 0  # how many tokens are predicted, and their text
+        for starts in np.array_split(self.val_starts, len(self.val) // (1 << 20) + 1):
+            places = (starts[:, None] + np.arange(1, block_size + 1)).ravel()
+            ids = self.val[places[places < len(self.val)]]
             self.check_ids(ids)
+            self.val_targets += len(ids)
             self.val_bytes += int(lengths[ids].sum())
 
     def check_ids(self, ids: np.ndarray | torch.Tensor):
@@ -74,6 +83,15 @@ class Dataset:
         if ids.max() >= self.tokenizer.n_vocab:
             other = f"token id {ids.max()} is beyond its tokenizer.json, that of other data"
             raise UserError(f"{self.directory}: {other}; prepare it again")
+
+    def check_tokenizer(self, checkpoint: Path, vocab_size: int):
+        """Raises UserError where the model in a checkpoint was trained on other tokens."""
+        ours, theirs = self.tokenizer, load_tokenizer(checkpoint)
+        same = ours._mergeable_ranks == theirs._mergeable_ranks
+        special = ours._special_tokens.items() <= theirs._special_tokens.items()
+        if not (same and special and ours.n_vocab <= vocab_size):
+            way_out = f"prepare that text with --tokenizer={shlex.quote(str(checkpoint))}"
+            raise UserError(f"{checkpoint} has another tokenizer than {self.directory}: {way_out}")
 
     def batches(self, config, steps: range, processes) -> Iterator:
         """(inputs, targets) on this process's device, for every micro-batch of these steps."""
@@ -90,19 +108,27 @@ class Dataset:
         return prefetch(load, itertools.product(steps, range(micro_steps)))
 
     def validation_batches(self, batch_size: int, processes) -> Iterator:
-        """(inputs, targets) that cover the validation split once, this process's share of them; the
-        last ones are filled up with targets of -100. All get equally many, as sharding needs."""
-        T = self.block_size
-        predictions = len(self.val) - 1
+        """(inputs, targets) of the sequences that validate, this process's share of them; the last
+        ones are filled up with targets of -100. All get equally many, as sharding needs."""
+        T, n, world_size = self.block_size, len(self.val_starts), processes.world_size
         # All batches have one shape, so that a compiled model is compiled once.
-        size = T * min(batch_size, math.ceil(predictions / T / processes.world_size))
-        for i in range(math.ceil(predictions / size / processes.world_size)):
-            start = (i * processes.world_size + processes.rank) * size
-            ids = torch.from_numpy(self.val[start : start + size + 1].astype(np.int64))
-            count = max(0, len(ids) - 1)
-            idx, targets = torch.zeros(size, dtype=torch.int64), torch.full((size,), -100)
-            idx[:count], targets[:count] = ids[:count], ids[1:]
-            yield tuple(processes.to_device(t.view(-1, T)) for t in (idx, targets))
+        size = min(batch_size, math.ceil(n / world_size))
+        for i in range(math.ceil(n / size / world_size)):
+            first = (i * world_size + processes.rank) * size
+            idx = torch.zeros(size, T, dtype=torch.int64)
+            targets = torch.full((size, T), -100)
+            for row, start in enumerate(self.val_starts[first : first + size]):
+                ids = torch.from_numpy(self.val[start : start + T + 1].astype(np.int64))
+                idx[row, : len(ids) - 1], targets[row, : len(ids) - 1] = ids[:-1], ids[1:]
+            yield processes.to_device(idx), processes.to_device(targets)
+
+
+def validation_starts(n_tokens: int, T: int, eval_tokens: int = 0) -> np.ndarray:
+    """Where the sequences of T tokens begin that validate: all that n_tokens hold, or as many as
+    give eval_tokens, spread evenly, so that every text and tokenizer is judged on all its parts."""
+    n_sequences = math.ceil((n_tokens - 1) / T)  # the last may be shorter
+    n = min(n_sequences, math.ceil(eval_tokens / T)) if eval_tokens else n_sequences
+    return np.arange(n) * n_sequences // n * T
 
 
 def micro_batches(config, world_size: int) -> tuple[int, int]:

@@ -62,7 +62,6 @@ def compared(fast: nn.Module, plain: nn.Module) -> Callable:
     tolerance = 1e-3 if dtype == torch.float32 else 0.2
 
     def first_call(idx, padding_mask=None, cache=None):
-        fast.next_logits = step
         tokens = torch.cat([idx, idx[:, -1:], idx[:, -1:]], dim=1)  # the prompt and two more
         mask = None if padding_mask is None else F.pad(padding_mask, (0, 2), value=True)
         n = min(COMPARED, plain.config.block_size, tokens.size(1))
@@ -71,6 +70,7 @@ def compared(fast: nn.Module, plain: nn.Module) -> Callable:
             error, what = largest_error(step, fast.new_cache(), *end), "the faster layers"
         except RuntimeError as failure:  # such as a dtype that somebody's own attention lacks
             error, what = math.inf, f"the faster layers ({failure})"
+        fast.next_logits = step
         if error > tolerance:
             try:
                 with_cache = largest_error(plain.next_logits, plain.new_cache(), *end)

@@ -18,7 +18,7 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return next((name for name in there if there[name]), "cpu")
     if not there.get(device, True):
-        raise UserError(f"--device={device}: PyTorch finds none here; leave it at auto")
+        raise UserError(f"--device={device}: PyTorch finds none here; give --device=auto")
     return device
 
 

@@ -34,6 +34,13 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written: {reason}") from error
 
 
+def in_words(error: Exception) -> str:
+    """What an error of Python's says to somebody who does not know Python."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def sync(path: Path):
     """Have the system write a file or a directory to the disk now."""
     if os.name == "nt" and path.is_dir():

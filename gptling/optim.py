@@ -18,7 +18,8 @@ class Muon(torch.optim.Optimizer):
 
     A parameter of three dimensions is a stack of matrices. One with an attribute `matrices`, a list
     of numbers of rows, is so many matrices on top of each other, as queries, keys and values are
-    (as one matrix they take a few in a hundred steps more). One without a gradient is left out."""
+    (as one matrix they take a few in a hundred steps more). One without a gradient is left out.
+    Sharded ones are gathered for it, one after another: an update needs whole matrices."""
 
     def __init__(self, params, dtype: torch.dtype, lr=0.02, momentum=0.95, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -28,7 +29,8 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
-            batches = {}  # (rows, columns): [(weight, gradient, first moment)], parts of parameters
+            batches = {}  # (rows, columns): [(weight, update)], parts of parameters
+            gathered = []  # (sharded parameter, the whole of it)
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -36,19 +38,24 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 first_moment = self.state[p]["momentum_buffer"]
                 first_moment.lerp_(p.grad, 1 - momentum)
+                weight, update = p, p.grad.lerp(first_moment, momentum)  # Nesterov's
+                if hasattr(p, "full_tensor"):
+                    weight, update = p.full_tensor(), update.full_tensor()
+                    gathered.append((p, weight))
                 rows = getattr(p, "matrices", p.size(-2))
-                parts = (t.split(rows, dim=-2) for t in (p, p.grad, first_moment))
+                parts = (t.split(rows, dim=-2) for t in (weight, update))
                 for part in zip(*parts, strict=True):
                     batches.setdefault(part[0].shape[-2:], []).append(part)
             for (rows, columns), parts in sorted(batches.items()):
-                updates = [g.lerp(moment, momentum) for _, g, moment in parts]  # Nesterov's
-                updates = torch.cat([u.reshape(-1, rows, columns) for u in updates])
+                updates = torch.cat([u.reshape(-1, rows, columns) for _, u in parts])
                 updates = orthogonalise(updates.to(self.dtype))
                 scale = math.sqrt(max(1, rows / columns))  # taller ones write more
-                sizes = [weight.numel() // (rows * columns) for weight, _, _ in parts]
-                for (weight, _, _), update in zip(parts, updates.split(sizes), strict=True):
+                sizes = [weight.numel() // (rows * columns) for weight, _ in parts]
+                for (weight, _), update in zip(parts, updates.split(sizes), strict=True):
                     weight.mul_(1 - lr * group["weight_decay"])
                     weight.add_(update.view_as(weight), alpha=-lr * scale)
+            for p, weight in gathered:
+                p.copy_(shard(weight, p))
 
 
 def orthogonalise(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -109,19 +116,21 @@ def load_states(optimizers: list[torch.optim.Optimizer], scaler, state: dict[str
         scaler.load_state_dict(state["scaler"])
 
 
+def shard(value: Any, like: torch.Tensor) -> Any:
+    """A tensor sharded as another of its shape is; what has no such shape as it is."""
+    if not hasattr(like, "device_mesh") or getattr(value, "shape", None) != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # slow to import
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]):
     """Take what full_state gave, sharded as the parameters are; settings stay as they are. Raises
     ValueError for the state of other parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not saved.keys() <= set(range(len(parameters))):
         raise ValueError(f"it has the state of {len(saved)} of {len(parameters)} parameters")
-
-    def shard(value, like):
-        if not hasattr(like, "device_mesh") or getattr(value, "shape", None) != like.shape:
-            return value
-        from torch.distributed.tensor import distribute_tensor  # slow to import
-
-        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
     state = {i: {k: shard(v, parameters[i]) for k, v in saved[i].items()} for i in saved}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

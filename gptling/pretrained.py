@@ -1,7 +1,9 @@
 """Models and runs by name: the hub's GPT-2s, weights in shards, and what is refused."""
 
+import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +11,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gptling import gpt2_format
-from gptling.checkpoints import best_checkpoint, list_checkpoints
+from gptling.checkpoints import best_checkpoint, list_checkpoints, validation_loss
 from gptling.cli import UserError, optional_package
-from gptling.files import read_json
+from gptling.files import in_words, read_json
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, a run's with the lowest validation loss, or a GPT-2
-    of the hub; without a path that of the newest run under out/. Raises UserError."""
+    """The checkpoint that `path` means: itself, or a GPT-2 of the hub, or of a run the one with the
+    lowest validation loss, but the newest where the run was stopped after its last evaluation;
+    without a path that of the newest run under out/. Raises UserError."""
     runs = sorted(run for run in Path("out").glob("*") if list_checkpoints(run))
     if not path:
         if not runs:
             raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
         path = max(runs, key=os.path.getmtime)
-    path = best_checkpoint(path) or Path(path)
+    path = Path(path).expanduser()
+    path = checkpoint_of(path) if list_checkpoints(path) else path
     if re.fullmatch(HUB_NAMES, path.as_posix()) and not path.exists():
         return download(path.as_posix())
     if not (path / "config.json").is_file():
@@ -32,6 +36,20 @@ def find_checkpoint(path: str | Path) -> Path:
         there = f"runs here: {names}" if names else "python train.py makes one"
         raise UserError(f"{path}: no checkpoint there (a directory with a config.json); {there}")
     return path
+
+
+def checkpoint_of(run: Path) -> Path:
+    """The checkpoint that the name of a run means, with a line that says so where it has others."""
+    best, newest = best_checkpoint(run), list_checkpoints(run)[-1]
+    if best == newest:
+        return best
+    stopped = math.isinf(validation_loss(newest))
+    taken, reason = best, f"has the lowest validation loss; the newest is {newest}"
+    if stopped:
+        taken, reason = newest, f"is where the run stopped; the lowest validation loss has {best}"
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{taken} {reason}", file=sys.stderr)
+    return taken
 
 
 def download(name: str) -> Path:
@@ -57,7 +75,9 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{file}: cannot be read: {error}") from None
+            others = [p.as_posix() for p in list_checkpoints(path.parent) if p != path]
+            way_out = f"; the run has others: {', '.join(others)}" if others else ""
+            raise UserError(f"{file}: cannot be read: {error}{way_out}") from None
     try:
         return gpt2_format.load(model_class, path, tensors, allow_changed, **changes)
     except (
@@ -68,7 +88,7 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         AttributeError,
         RecursionError,
     ) as error:
-        reason = f"config.json, weights or tokenizer cannot be loaded: {error}"
+        reason = f"config.json, weights or tokenizer cannot be loaded: {in_words(error)}"
         if isinstance(error, gpt2_format.ChangedModelError):
             words = "model.py computes something else than the model there did"
             way_out = f"train.py --init_from={path} --allow_changed_model=True trains on from it"
@@ -84,6 +104,10 @@ def take_sizes(config: Any, given: dict, model_class: type, source: Path):
     """Give train.py's configuration the sizes of the model in a checkpoint, but for what flags say
     of them; sequences may be shorter than the model allows. Raises UserError for longer ones."""
     stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
+    if "vocab_multiple" in given and stored["vocab_size"] % config.vocab_multiple:
+        has = f"{source} has a vocabulary of {stored['vocab_size']}"
+        raise UserError(f"--vocab_multiple={config.vocab_multiple}: {has}; leave the flag out")
+    config.vocab_multiple = given.get("vocab_multiple", 1)
     longest = stored["block_size"]
     if "block_size" not in given:
         config.block_size = longest if config.eval_only else min(config.block_size, longest)

@@ -24,39 +24,51 @@ from gptling.loss import kept_buffers, loss_and_terms
 class Processes:
     """The processes of this run; in the usual case this one alone."""
 
-    def __init__(self, device: str):
+    def __init__(self):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0  # the one that writes and speaks for all
-        self.device = pick_device(device)
-        self.gpu = torch.cuda.get_device_name() if self.device == "cuda" else ""
         self.sharded = False
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")
-        if self.world_size > 1:
+        self.store = None  # torchrun's, which outlives a restart by --max-restarts
+        if self.world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others
             self._join()
-        # Whether torchrun --max-restarts has started them again; it counts on each machine.
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        self.restarted = self.all_reduce_max(restarts) > 0
+        # Whether this launch of torchrun has trained before it started the processes again.
+        trained = self.store is not None and self.store.check(["gptling/trained"])
+        self.restarted = self.all_reduce_max(int(trained)) > 0
 
     def _join(self):
         from torch.distributed.rendezvous import rendezvous  # not every PyTorch has it
 
-        local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if self.device != "cpu" and local_rank >= gpus:
-            raise UserError(f"there are {gpus} CUDA GPUs: lower --nproc_per_node, or --device=cpu")
         # Decisions travel between CPUs also where gradients do not, so that no GPU waits for them.
-        backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        ranks = {"rank": self.rank, "world_size": self.world_size}
         try:
-            if self.device == "cuda":
-                torch.cuda.set_device(local_rank)
-            ranks = {"rank": self.rank, "world_size": self.world_size}
-            store = fresh_store(next(rendezvous("env://"))[0], **ranks)
-            dist.init_process_group(backend, store=store, **ranks)
-        except (RuntimeError, ValueError) as error:  # a port or a GPU in use, a machine not reached
+            self.store = next(rendezvous("env://"))[0]
+            if self.world_size > 1:
+                store = fresh_store(self.store, **ranks)
+                dist.init_process_group(backend, store=store, **ranks)
+        except (RuntimeError, ValueError) as error:  # a port in use, a machine that is not reached
             reason = str(error).partition("\n")[0]
             raise UserError(f"process {self.rank} cannot join: {reason}") from None
+
+    def use_device(self, device: str) -> str:
+        """Compute there from now on, each process on a GPU of its own; returns which it is."""
+        self.device, gpus = pick_device(device), torch.cuda.device_count()
+        if self.world_size > 1 and self.device != "cpu" and self.local_rank >= gpus:
+            raise UserError(f"there are {gpus} CUDA GPUs: lower --nproc_per_node, or --device=cpu")
+        if self.device == "cuda":
+            torch.cuda.set_device(self.local_rank)
+        self.gpu = torch.cuda.get_device_name() if self.device == "cuda" else ""
+        return self.device
+
+    def has_trained(self):
+        """What this launch goes on with, should torchrun start its processes again, is its own."""
+        if self.store is not None:
+            self.store.set("gptling/trained", b"")
 
     def all_reduce_max(self, value: int) -> int:
         """The largest `value` of all processes."""
@@ -78,8 +90,7 @@ class Processes:
         """The tensor on this process's device, from any thread: each has its own current GPU."""
         if self.device != "cuda":
             return tensor.to(self.device)
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.pin_memory().to(f"cuda:{self.local_rank}", non_blocking=True)
 
     def wrap(self, model: torch.nn.Module, fsdp: bool, autocast) -> torch.nn.Module:
         """What to call in the model's place: gradients are the mean of all processes. fsdp: shard
@@ -92,9 +103,12 @@ class Processes:
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(self.device, (self.world_size,))
+            attributes = {name: dict(vars(p)) for name, p in model.named_parameters()}
             for block in dict.fromkeys(model.h):  # a shared one once
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
+            for name, p in model.named_parameters():  # new ones, and `matrices` means them too
+                vars(p).update(attributes[name])
             return model
         model.to(self.device)
         if self.world_size == 1:

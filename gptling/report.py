@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from gptling.checkpoints import Progress
 from gptling.cli import optional_package
 from gptling.dataset import Dataset
 from gptling.devices import flops_utilisation
@@ -24,21 +25,24 @@ from gptling.tokenizers import start_token
 
 
 class Report:
-    """The report of a run, from `step` on; of several processes the first one reports."""
+    """The report of a run as it goes on from `progress`; of several processes the first reports."""
 
-    def __init__(self, config, processes: Processes, step, model, n_tokens):
+    def __init__(self, config, processes: Processes, progress: Progress, model, n_tokens, dtype):
         self.config, self.processes, self.out_dir = config, processes, Path(config.out_dir)
-        self.step, self.n_parameters = step, sum(p.numel() for p in model.parameters())
+        self.step = step = progress.step
+        self.n_parameters = sum(p.numel() for p in model.parameters())
         sequences_per_step = config.batch_size * config.gradient_accumulation_steps
         self.tokens_per_step = sequences_per_step * config.block_size
-        self.started = self.last_time = time.perf_counter()
+        self.last_time = self.session = time.perf_counter()
+        self.started = self.session - progress.seconds
         self.boards = open_boards(config, self.out_dir, step) if processes.is_main else []
         several = f", {processes.world_size} processes" * (processes.world_size > 1)
         resumed = f", from step {step}" * (step > 0)
+        here, before = f"{processes.device}, {dtype}", progress.computed_in
+        resumed += f" (before that {before})" if before not in ("", here) else ""
         print(
             f"{self.n_parameters:,} parameters, {self.tokens_per_step:,} tokens a step, "
-            f"{config.max_iters:,} steps on {n_tokens:,} tokens; "
-            f"{processes.device}, {config.dtype}{several}{resumed}",
+            f"{config.max_iters:,} steps on {n_tokens:,} tokens; {here}{several}{resumed}",
             flush=True,
         )
         self.plain = not sys.stderr.isatty()  # lines instead of a bar
@@ -46,13 +50,18 @@ class Report:
         bar = {"total": config.max_iters, "initial": step, "unit": "step", "leave": False}
         self.bar = tqdm(**bar, disable=self.plain or not processes.is_main)
 
+    def seconds(self) -> float:
+        """What the run has taken so far, earlier sessions up to their last checkpoint."""
+        return time.perf_counter() - self.started
+
     def log(self, **entry):
         """A line of log.jsonl, which the boards show too. Raises UserError for a full disk."""
         if not self.processes.is_main:
             return
+        entry["seconds"] = round(self.seconds(), 3)
         log_file = self.out_dir / "log.jsonl"
         with writing(log_file), log_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         for board in self.boards:
             board(entry)
 
@@ -105,7 +114,7 @@ class Report:
             command = "python" if self.processes.world_size == 1 else "torchrun ..."
             print(f"stopped at step {step}; next: {command} train.py --out_dir={out_dir} --resume")
         else:
-            seconds = time.perf_counter() - self.started
+            seconds = time.perf_counter() - self.session
             print(f"{seconds:.0f} s; next: python sample.py {out_dir}")
         if self.config.wandb and self.processes.is_main:
             sys.modules["wandb"].finish()
@@ -123,7 +132,7 @@ def print_evaluation(name: str, data: Dataset, nats: float, bits_per_byte: float
     perplexity = float(np.exp(nats))  # inf where it is beyond float64
     print(
         f"{nats:.4f} nats per token, perplexity {perplexity:,.4f}, {bits_per_byte:.4f} bits per "
-        f"byte: {name}, over {len(data.val) - 1:,} tokens of {data.directory / 'val.npy'}"
+        f"byte: {name}, over {data.val_targets:,} tokens of {data.directory / 'val.npy'}"
     )
 
 
@@ -147,6 +156,10 @@ def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]
 def open_boards(config, out_dir: Path, step: int) -> list[Callable]:
     """What shows the log elsewhere, as functions that take an entry of it."""
     boards = []
+    if config.wandb:  # first, for its absence ends the program before anything is written
+        options = {"project": "gptling", "config": dataclasses.asdict(config)}
+        run = optional_package("wandb", "wandb").init(name=out_dir.name, dir=out_dir, **options)
+        boards.append(lambda entry: run.log(entry, step=entry["step"]))
     if config.curves and importlib.util.find_spec("tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -166,10 +179,6 @@ def open_boards(config, out_dir: Path, step: int) -> list[Callable]:
         boards.append(tensorboard)
     if config.curves and importlib.util.find_spec("matplotlib"):
         boards.append(lambda entry: "val_loss" in entry and draw_curves(out_dir))
-    if config.wandb:
-        options = {"project": "gptling", "config": dataclasses.asdict(config)}
-        run = optional_package("wandb", "wandb").init(name=out_dir.name, dir=out_dir, **options)
-        boards.append(lambda entry: run.log(entry, step=entry["step"]))
     return boards
 
 
@@ -177,7 +186,8 @@ def draw_curves(out_dir: Path):
     """Write out_dir/loss.png from log.jsonl: the losses over the steps, the best one marked."""
     from matplotlib.figure import Figure  # without pyplot no window is opened
 
-    entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    with (out_dir / "log.jsonl").open(encoding="utf-8") as lines:
+        entries = [json.loads(line) for line in lines]
     train = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
     val = [(entry["step"], entry["val_loss"]) for entry in entries if "val_loss" in entry]
     best, step = min((loss, step) for step, loss in val)

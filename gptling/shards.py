@@ -16,6 +16,7 @@ import tiktoken
 
 from gptling.corpus import Source, read
 from gptling.files import sha256
+from gptling.tokenizers import END_OF_TEXT
 
 VALIDATION = 100_000_000  # bytes of text that validate, at most
 TOKENS_PER_SHARD = 100_000_000
@@ -160,11 +161,13 @@ class TokenFile:
 class TokenShards:
     """The token files of a data directory: train-00000.npy, train-00001.npy, ... and val.npy.
     finished: [length, sha256] of the shards that are there; val_length: of what is kept of val.npy.
-    """
+    separator: what follows each document, end-of-text if the tokenizer has it."""
 
-    def __init__(self, directory: Path, n_vocab: int, finished: Iterable = (), val_length: int = 0):
+    def __init__(self, directory: Path, tokenizer, finished: Iterable = (), val_length: int = 0):
         self.directory, self.finished = directory, list(finished)
-        self.dtype = np.dtype(np.uint16 if n_vocab <= 1 << 16 else np.uint32)
+        self.dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32)
+        has_end = END_OF_TEXT in tokenizer.special_tokens_set
+        self.separator = np.array([tokenizer.eot_token] if has_end else [], dtype=self.dtype)
         self.val = TokenFile(directory / "val.npy", self.dtype, val_length)
         self.shard: TokenFile | None = None
 

@@ -22,7 +22,7 @@ import numpy as np
 import tiktoken
 
 from gptling.cli import UserError, optional_package
-from gptling.files import read_json
+from gptling.files import in_words, read_json
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PIECE = 1 << 16  # characters that are drawn or left out together
@@ -107,14 +107,23 @@ def build_tokenizer(
     kind: str, texts: Iterable[str] = (), vocab_size: int = 0, end_of_text: bool = True
 ) -> tiktoken.Encoding:
     """The tokenizer called `kind`: one of TOKENIZERS, which may be made from the texts, one of
-    tiktoken's, or that of a data or checkpoint directory. Raises UserError."""
+    tiktoken's, or what load_tokenizer finds, if it has all characters of the texts. Raises
+    UserError."""
     if kind in TOKENIZERS:
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
-    if Path(kind, "tokenizer.json").is_file():
+    if Path(kind).expanduser().is_dir():
         tokenizer = load_tokenizer(kind)
-        if not has_all_bytes(tokenizer):
-            raise UserError(f"tokenizer {kind!r} does not know every text: give one of bytes")
+        for text in () if has_all_bytes(tokenizer) else texts:
+            if (character := unknown_character(tokenizer, text)) is not None:
+                i = text.index(character)
+                what = (
+                    f"{character!r} (U+{ord(character):04X}), in {text[max(0, i - 20) : i + 20]!r}"
+                )
+                raise UserError(f"the tokenizer of {kind} does not know the character {what}")
         return tokenizer
+    from gptling.pretrained import HUB_NAMES  # slow to import
+
+    kind = "gpt2" if re.fullmatch(HUB_NAMES, kind) else kind  # they all have the same
     names = [*TOKENIZERS, *sorted(tiktoken.list_encoding_names())]
     if kind not in names:
         raise UserError(f"unknown tokenizer {kind!r}: there are {', '.join(names)}")
@@ -133,20 +142,29 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
 def encode(tokenizer: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
     """Token ids, (n,) uint32; special tokens in the text are plain text. Raises UserError for a
     character that the tokenizer lacks: tiktoken itself would abort."""
-    ranks = tokenizer._mergeable_ranks
-    for character in sorted(set(text)):
+    if (character := unknown_character(tokenizer, text)) is not None:
         if 0xD800 <= ord(character) <= 0xDFFF:
             raise UserError(f"{what} is not valid UTF-8")
-        raw = character.encode()
-        if raw not in ranks and not all(bytes([byte]) in ranks for byte in raw):
-            before = text[: text.index(character)]
-            line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-            what += f", line {line}, column {column}: the tokenizer does not know the character"
-            raise UserError(f"{what} {character!r} (U+{ord(character):04X})")
+        before = text[: text.index(character)]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        what += f", line {line}, column {column}: the tokenizer does not know the character"
+        raise UserError(f"{what} {character!r} (U+{ord(character):04X})")
     try:
         return tokenizer.encode_to_numpy(text, disallowed_special=())
     except ValueError as error:  # a pattern that goes back and forth too often
         raise UserError(f"{what}: the tokenizer gives up: {error}") from None
+
+
+def unknown_character(tokenizer: tiktoken.Encoding, text: str) -> str | None:
+    """The first character, in the order of Unicode, that is no text or that the tokenizer lacks."""
+    ranks = tokenizer._mergeable_ranks
+    for character in sorted(set(text)):
+        raw = character.encode(errors="surrogatepass")
+        if 0xD800 <= ord(character) <= 0xDFFF:
+            return character
+        if raw not in ranks and not all(bytes([byte]) in ranks for byte in raw):
+            return character
+    return None
 
 
 def start_token(tokenizer: tiktoken.Encoding) -> int:
@@ -209,10 +227,16 @@ def _last_parts(ranks, token):
 
 
 def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
-    """The tokenizer of a data or checkpoint directory; GPT-2's own tokenizer.json is read too, and
-    its vocab.json with merges.txt where that is missing. Raises UserError where there is none, or
-    one that is not a byte-level BPE or takes more memory than its size allows for."""
-    file = Path(path) / "tokenizer.json"
+    """The tokenizer of a data or checkpoint directory, a run, or a GPT-2 of the hub; GPT-2's own
+    tokenizer.json is read too, and its vocab.json with merges.txt where that is missing. Raises
+    UserError where there is none, or one that is not a byte-level BPE or takes more memory than its
+    size allows for."""
+    path = Path(path).expanduser()
+    if not path.is_dir() or any(path.glob("checkpoint-*")):
+        from gptling.pretrained import find_checkpoint  # slow to import
+
+        path = find_checkpoint(path)
+    file = path / "tokenizer.json"
     published = not file.exists() and file.with_name("vocab.json").exists()
     file = file.with_name("vocab.json") if published else file
     stored = read_json(file, limit=1 << 26)  # bytes: about 40 a token
@@ -226,7 +250,8 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
         special = {token["content"]: token["id"] for token in stored["added_tokens"]}
         return _checked_tokenizer(pattern, special, model["vocab"], model["merges"])
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UserError(f"{file}: not a byte-level BPE like prepare.py's: {error!r:.200}") from None
+        reason = in_words(error)
+        raise UserError(f"{file}: not a byte-level BPE like prepare.py's: {reason:.300}") from None
 
 
 def _split_pattern(pre_tokenizer):

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and tests 
 import pytest
 
 from gptling.cli import run
+from gptling.processes import Processes
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -88,6 +89,13 @@ def forks():
     )
 
 
+def one_process():
+    """The processes of a run in this one alone, on a CPU."""
+    processes = Processes()
+    processes.use_device("cpu")
+    return processes
+
+
 def run_script(script, *arguments, cwd, stdin="", **environment):
     """Run a script of the project; returns the finished process with its output in bytes."""
     arguments = [str(ROOT / script), *map(str, arguments)]
@@ -111,10 +119,10 @@ def run_script(script, *arguments, cwd, stdin="", **environment):
         return subprocess.CompletedProcess(arguments, code, *(f.read_bytes() for f in files[1:]))
 
 
-def run_here(script, *arguments, cwd):
+def run_here(script, *arguments, cwd, stdin=""):
     """As run_script, in this process: seconds faster, for the packages are imported already."""
     main = importlib.import_module(script.removesuffix(".py")).main
-    streams = [io.TextIOWrapper(io.BytesIO()) for _ in range(3)]
+    streams = [io.TextIOWrapper(io.BytesIO(content)) for content in (stdin.encode(), b"", b"")]
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(cwd):
         for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
             patch.setattr(sys, name, stream)

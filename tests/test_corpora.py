@@ -363,7 +363,7 @@ def test_token_files_of_others_come_in_and_go_out_by_the_recipes(tmp_path, gpt2_
 def test_a_folder_with_a_token_file_is_read_without_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("a text")
+    (tmp_path / "notes" / "a.txt").write_text("a text of two words more")
     write_bin(tmp_path / "notes" / "b.bin", [1, 2, 3])
     data = prepare(PrepareConfig(("notes",)))
     assert "left out 1 files without text, notes/b.bin" in capsys.readouterr().out

@@ -28,7 +28,8 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here):
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    names = "loss val_loss train_loss bits_per_byte lr muon_lr norm tokens_per_s ms".split()
+    names = "loss val_loss train_loss bits_per_byte val_tokens lr muon_lr norm tokens_per_s ms "
+    names = (names + "seconds").split()
     assert set(events.Tags()["scalars"]) == set(names)
     for name in names:
         shown = [(event.step, event.value) for event in events.Scalars(name)]

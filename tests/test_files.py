@@ -21,11 +21,11 @@ from gptling.checkpoints import Progress, RunDirectory
 from gptling.cli import UserError
 from gptling.explain import write_page
 from gptling.files import lock_directory, read_json, replace, writing
-from gptling.processes import Processes
 from gptling.report import draw_curves
 from gptling.shards import TokenShards
+from gptling.tokenizers import build_tokenizer
 from model import GPT, GPTConfig
-from tests.conftest import TEXT, TINY, output_of, run_script
+from tests.conftest import TEXT, TINY, one_process, output_of, run_script
 from train import TrainConfig
 
 # ---------------------------------------------------------------------------- a crash
@@ -43,7 +43,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     monkeypatch.setattr(Path, "rename", recorded)
     data = SimpleNamespace(fingerprint="", tokenizer_json='{"added_tokens": []}')
     scaler, model = torch.amp.GradScaler("cpu", enabled=False), GPT(GPTConfig(16, 9, 1, 1, 8))
-    run = RunDirectory(tmp_path, Processes("cpu"))
+    run = RunDirectory(tmp_path, one_process())
     run.save({"step": 3}, model, [], scaler, Progress(step=3), TrainConfig(), data)
     at = events.index("renamed")
     files = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
@@ -111,7 +111,7 @@ def write_log(path):
 
 
 def write_shards(path):
-    shards = TokenShards(path.parent, 100)
+    shards = TokenShards(path.parent, build_tokenizer("byte"))
     for split in ("val", "train"):
         shards.write(split, np.zeros(500_000, dtype=np.uint16))
     shards.close()

@@ -61,7 +61,8 @@ sys.path.insert(0, {root!r})
 import train
 rate = train.learning_rate
 def learning_rate(step, config):
-    if step == 12 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    dies = os.environ["RANK"] == os.environ.get("DIES", "1")
+    if step == 12 and dies and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.Signals[os.environ["GETS"]])
     return rate(step, config)
 train.learning_rate = learning_rate
@@ -254,6 +255,40 @@ def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
     assert "from step 13" in finish(torchrun(ROOT / "train.py", *resume, cwd=here))
     assert largest_difference(weights(here / "out/whole"), weights(here / "out/stopped")) == 0
     assert losses(here / "out" / "whole") == losses(here / "out" / "stopped")
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_only_with_what_its_own_launch_has_begun(trained, here):
+    """Not with a run that lay there; in its place with --overwrite, of one process too."""
+    shutil.copytree(trained / "out", here / "out")
+    flags = [*FLAGS, "--eval_interval=5", "--learning_rate=5e-3", "--out_dir=out/mine"]
+    restart = ["--max-restarts=1"]
+    before = weights(here / "out" / "mine")
+    process = torchrun(ROOT / "train.py", *flags, "--max_iters=30", cwd=here, options=restart)
+    output = finish(process, code=1)
+    assert "holds a run" in output and "from step" not in output
+    assert largest_difference(before, weights(here / "out" / "mine")) == 0
+    options = [*restart, "--nproc_per_node=1"]
+    flags += ["--overwrite"]
+    process = torchrun("mortal.py", *flags, cwd=here, options=options, GETS="SIGKILL", DIES="0")
+    assert "from step 10" in finish(process)
+    whole = run_script("train.py", *flags, "--out_dir=out/whole", cwd=here)
+    assert whole.returncode == 0
+    assert largest_difference(weights(here / "out/whole"), weights(here / "out/mine")) == 0
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs_sharded_with_muon(here):
+    """As one process does, but for rounding; its checkpoint goes on in one."""
+    flags = ["--max_iters=6", "--eval_interval=3", "--dtype=float32", "--log_interval=1"]
+    process = run_script("train.py", *flags, "--out_dir=out/one", cwd=here)
+    assert process.returncode == 0, process.stderr
+    finish(torchrun(ROOT / "train.py", *flags, "--fsdp", "--out_dir=out/two", cwd=here))
+    for ours, others in zip(losses(here / "out/one"), losses(here / "out/two"), strict=True):
+        assert ours == pytest.approx(others, abs=1e-3)
+    assert largest_difference(weights(here / "out/one", 6), weights(here / "out/two", 6)) < 1e-3
+    resume = ["--out_dir=out/two", "--resume", "--fsdp=False", "--max_iters=8"]
+    assert run_script("train.py", *resume, cwd=here).returncode == 0
 
 
 @pytest.mark.slow

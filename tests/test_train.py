@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from gptling import checkpoints
 from gptling.checkpoints import Progress, RunDirectory, list_checkpoints
 from gptling.cli import UserError
-from gptling.dataset import Dataset, get_sequences, open_tokens, prefetch
+from gptling.dataset import Dataset, get_sequences, open_tokens, prefetch, validation_starts
 from gptling.gpt2_format import load
 from gptling.optim import Muon
-from gptling.processes import Processes
+from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, output_of, run_here, run_script
+from tests.conftest import ROOT, TINY, one_process, output_of, run_here, run_script
 from train import TrainConfig, configure_optimizers, evaluate, learning_rate
 
 
@@ -67,7 +67,7 @@ def test_targets_are_the_next_tokens(trained, monkeypatch):
     data = Dataset("mine", block_size=16)
     data.train = [np.arange(1000) % 10]
     config = TrainConfig(block_size=16, batch_size=5)
-    ((x, y),) = data.batches(config, range(3, 4), Processes("cpu"))
+    ((x, y),) = data.batches(config, range(3, 4), one_process())
     assert x.shape == y.shape == (5, 16) and x.dtype == torch.int64
     assert torch.equal(y, (x + 1) % 10) and torch.equal(x[:, 1:], y[:, :-1])
 
@@ -249,25 +249,55 @@ def test_muon_takes_the_matrices_inside_the_blocks():
     assert taken.isdisjoint(rest) and taken | rest == set(names.values())
 
 
-@pytest.mark.parametrize("n_tokens", [17, 18, 100, 161])
-def test_evaluation_covers_every_token_of_the_split_once(n_tokens):
+def write_data(directory, train, val, tokenizer):
+    """A data directory with these ids."""
+    directory.mkdir(parents=True)
+    for name, ids in (("train-00000", train), ("val", val)):
+        np.save(directory / f"{name}.npy", np.asarray(ids, dtype=np.uint16))
+    (directory / "tokenizer.json").write_text(tokenizer_to_json(tokenizer))
+    (directory / "meta.json").write_text(json.dumps({"format": 1, "sha256": "0" * 64}))
+
+
+@pytest.mark.parametrize("n_tokens", [18, 100, 161])
+@pytest.mark.parametrize("eval_tokens", [0, 16, 40, 1000])
+def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
+    n_tokens, eval_tokens, tmp_path, monkeypatch
+):
+    """Each token once, or of four sequences of the split's seven the first, the third, ...; with
+    the dropout off, against the mean over single sequences and their bytes."""
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(16, 11, 2, 2, 8)).train()
-    tokens = np.random.default_rng(0).integers(0, 11, n_tokens).astype(np.uint16)
-    token_bytes = np.arange(11)
-    data = object.__new__(Dataset)  # a split without its files
-    data.val, data.block_size, data.val_bytes = tokens, 16, token_bytes[tokens[1:]].sum()
-    config = TrainConfig(block_size=16, batch_size=3)
-    nats, bits = evaluate(model, data, config, Processes("cpu"))
+    tokenizer = build_tokenizer("char", ["abcdäöü🙂xyz"], end_of_text=False)
+    model = GPT(GPTConfig(16, 11, 2, 2, 8, dropout=0.5)).train()
+    ids = np.random.default_rng(0).integers(0, 11, n_tokens)
+    write_data(tmp_path / "data" / "mine", [1] * 50, ids, tokenizer)
+    data = Dataset("mine", 16, eval_tokens)
+    nats, bits = evaluate(model, data, TrainConfig(block_size=16, batch_size=3), one_process())
     assert model.training
     model.eval()
-    total = 0.0
-    for start in range(0, n_tokens - 1, 16):
-        window = torch.from_numpy(tokens[start : start + 17].astype(np.int64))[None]
-        _, loss = model(window[:, :-1], window[:, 1:])
-        total += loss.item() * (window.size(1) - 1)
-    assert nats == pytest.approx(total / (n_tokens - 1), abs=1e-5)
-    assert bits == pytest.approx(total / math.log(2) / token_bytes[tokens[1:]].sum(), abs=1e-5)
+    in_all = math.ceil((n_tokens - 1) / 16)
+    n = min(in_all, math.ceil(eval_tokens / 16)) or in_all
+    total = n_targets = n_bytes = 0
+    for i in range(n):
+        start = 16 * (i * in_all // n)
+        sequence = torch.from_numpy(ids[start : start + 17])[None]
+        _, loss = model(sequence[:, :-1], sequence[:, 1:])
+        total += loss.item() * (sequence.size(1) - 1)
+        n_targets += sequence.size(1) - 1
+        n_bytes += len(tokenizer.decode(sequence[0, 1:].tolist()).encode())
+    assert data.val_targets == n_targets and (n < in_all or n_targets == n_tokens - 1)
+    assert nats == pytest.approx(total / n_targets, abs=1e-5)
+    assert bits == pytest.approx(total / math.log(2) / n_bytes, abs=1e-5)
+
+
+def test_some_sequences_judge_as_the_whole_split_does():
+    """Text that is easy at first and hard later: the first tokens alone would be another text."""
+    starts = validation_starts(100_001, 10, 1000)
+    assert len(starts) == 100 and starts[0] == 0 and len(set(np.diff(starts))) == 1
+    for n_tokens, T, eval_tokens in ((100_001, 10, 990), (57, 8, 31), (57, 8, 56), (2, 8, 5)):
+        starts = validation_starts(n_tokens, T, eval_tokens)
+        assert len(set(starts)) == len(starts) and starts.max() < n_tokens - 1
+        assert abs(starts.mean() - (n_tokens - T) / 2) <= max(T, n_tokens / len(starts))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -275,7 +305,7 @@ def test_evaluation_covers_every_token_of_the_split_once(n_tokens):
 
 def saver(directory):
     """A function that saves a tiny model there, with its metrics."""
-    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, Processes("cpu"))
+    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
     scaler, config = torch.amp.GradScaler("cpu", enabled=False), TrainConfig(keep_last=2)
     return lambda metrics: run.save(metrics, model, [], scaler, Progress(), config, data)
@@ -554,12 +584,14 @@ def test_eval_only_takes_the_whole_split_in_sequences_as_long_as_the_model(train
     arguments = ["few.toml", "--eval_only", "--init_from=out/mine", "--dataset=mine"]
     model = load(GPT, trained / "out" / "mine" / "checkpoint-20")
     val = torch.from_numpy(np.load(trained / "data" / "mine" / "val.npy").astype(np.int64))
-    for flags, T, n in (([], 16, len(val)), (["--block_size=8", "--eval_tokens=40"], 8, 41)):
+    for flags, T, some in (([], 16, 0), (["--block_size=8", "--eval_tokens=40"], 8, 40)):
         output = output_of("train.py", *arguments, *flags, cwd=trained)
-        parts = zip(val[: n - 1].split(T), val[1:n].split(T), strict=True)
-        nats = sum(float(model(x[None], y[None])[1]) * len(x) for x, y in parts) / (n - 1)
-        assert float(output.split()[0]) == pytest.approx(nats, abs=2e-4)
-        assert f"over {n - 1:,} tokens" in output
+        sequences = [val[i : i + T + 1] for i in validation_starts(len(val), T, some)]
+        n = sum(len(ids) - 1 for ids in sequences)
+        assert n == (40 if some else len(val) - 1)
+        losses = [float(model(i[None, :-1], i[None, 1:])[1]) * (len(i) - 1) for i in sequences]
+        assert float(output.split()[0]) == pytest.approx(sum(losses) / n, abs=2e-4)
+        assert f"over {n:,} tokens" in output
 
 
 @pytest.mark.parametrize(

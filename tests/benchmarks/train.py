@@ -94,7 +94,7 @@ def worker(case: dict):
         for block in model.h if case.get("recompute") else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         train_config = TrainConfig(optimizer=case.get("optimizer", "adamw"), dtype=case["dtype"])
-        optimizers = configure_optimizers(model, train_config)
+        optimizers = configure_optimizers(model, train_config, case["dtype"])
     n = sum(p.numel() for p in model.parameters())
     compiled = torch.compile(model) if device == "cuda" else model
 
