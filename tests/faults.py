@@ -4,38 +4,42 @@
     python -m tests.faults loss.py optim.py  # those in these files
     python -m tests.faults --slow            # with the slow tests too
 
-Each is put into a copy of this directory, where the tests of that file run until one fails. Faults
-that none noticed are printed at the end. Not for CI: to be run after the code or its tests changed.
+Each is put into a copy of this directory, where the tests of that file run until one fails, on each
+core another. Faults that none noticed are printed at the end. Not for CI: to be run after the code
+or its tests changed.
 """
 
+import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TESTS = {  # of a file: those that guard its promises, the likeliest first
     "model.py": "attention model sample traps loss changed_model",
-    "train.py": "train loss resume cli",
-    "sample.py": "sample explain cli bad_input",
-    "prepare.py": "prepare corpora resume bad_input",
+    "train.py": "train daily_use loss resume cli",
+    "sample.py": "sample daily_use explain cli bad_input",
+    "prepare.py": "prepare daily_use corpora resume bad_input",
     "loss.py": "loss traps changed_model train",
     "gpt2_format.py": "pretrained changed_model traps ecosystem",
     "decoding.py": "sample devices traps",
     "explain.py": "explain attention_page traps",
-    "checkpoints.py": "files resume traps hostile train",
-    "pretrained.py": "pretrained sample hostile train",
+    "checkpoints.py": "files daily_use resume traps hostile train",
+    "pretrained.py": "pretrained daily_use sample hostile train",
     "optim.py": "train resume",
     "processes.py": "processes traps train",
-    "report.py": "curves train cli",
-    "cli.py": "cli bad_input",
-    "dataset.py": "train prepare processes hostile",
+    "report.py": "curves daily_use train cli",
+    "cli.py": "cli daily_use bad_input",
+    "dataset.py": "train daily_use prepare processes hostile",
     "shards.py": "prepare corpora",
     "corpus.py": "corpora prepare bad_input",
-    "tokenizers.py": "tokenizers prepare ecosystem hostile",
+    "tokenizers.py": "tokenizers daily_use prepare ecosystem hostile",
     "streaming.py": "sample",
-    "files.py": "files hostile",
+    "files.py": "files daily_use hostile",
     "devices.py": "devices sample train model",
 }
 
@@ -53,14 +57,17 @@ def read_faults() -> list[tuple[Path, str, str]]:
     return faults
 
 
-def noticed_by(copy: Path, file: Path, old: str, new: str, options: list[str]) -> str:
-    """The first test in `copy` that fails with this fault; "" if none does."""
+def noticed_by(copies: queue.Queue, fault: tuple[Path, str, str], options: list[str]) -> str:
+    """The first test in one of the copies that fails with this fault; "" if none does."""
+    (file, old, new), copy = fault, copies.get()
     right = (copy / file).read_text()
     (copy / file).write_text(right.replace(old, new))
     tests = [f"tests/test_{name}.py" for name in TESTS[file.name].split()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options]
-    done = subprocess.run([*command, *tests], cwd=copy, capture_output=True, text=True)
+    options = ["-n", "0", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     (copy / file).write_text(right)
+    copies.put(copy)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return " ".join(failed[0].split()[:2]) if failed else "?" * (done.returncode not in (0, 5))
 
@@ -69,14 +76,16 @@ def main():
     options = ["-m", "slow or not slow"] if "--slow" in sys.argv else []
     names, survivors = {word for word in sys.argv[1:] if word[0] != "-"}, []
     faults = [fault for fault in read_faults() if not names or fault[0].name in names]
-    with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory, "gptling")
-        ignored = shutil.ignore_patterns("data", "out", ".git", "__pycache__")
-        shutil.copytree(ROOT, copy, ignore=ignored)
-        for number, fault in enumerate(faults, start=1):
-            found = noticed_by(copy, *fault, [*options, "-rfE"])
-            print(f"{number}/{len(faults)} {fault[0]}: {fault[2].strip()!r:.70}: {found or 'NONE'}")
-            survivors += [] if found else [fault]
+    copies, n = queue.Queue(), os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(n) as threads:
+        for i in range(n):
+            copies.put(Path(directory, f"gptling-{i}"))
+            ignored = shutil.ignore_patterns("data", "out", ".git", "__pycache__")
+            shutil.copytree(ROOT, copies.queue[-1], ignore=ignored)
+        found = threads.map(lambda fault: noticed_by(copies, fault, options), faults)
+        for number, (fault, test) in enumerate(zip(faults, found, strict=True), start=1):
+            print(f"{number}/{len(faults)} {fault[0]}: {fault[2].strip()!r:.70}: {test or 'NONE'}")
+            survivors += [] if test else [fault]
     for file, old, new in survivors:
         print(f"\n{file}: no test noticed\n- {old}\n+ {new}")
     return len(survivors) > 0

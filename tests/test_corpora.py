@@ -262,27 +262,34 @@ def test_before_a_shard_is_finished_nothing_is_left_behind(small, monkeypatch):
     assert list((small / "data").iterdir()) == []
 
 
-@pytest.mark.parametrize("change", ["text", "tokenizer", "sources"])
+@pytest.mark.parametrize("change", ["text", "tokenizer", "vocab_size", "sources"])
 def test_a_stopped_preparation_of_something_else_is_not_continued(
     small, monkeypatch, capsys, change
 ):
     (small / "all.jsonl").write_text(jsonl(DOCUMENTS))
     (small / "more.jsonl").write_text(jsonl(DOCUMENTS))
     config, expected = PrepareConfig(("all.jsonl",), "byte", name="x"), DOCUMENTS
+    if change == "vocab_size":
+        pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
+        config.tokenizer, config.vocab_size = "bpe", 258
     with monkeypatch.context() as m:
         stop_behind(2, m)
         with pytest.raises(KeyboardInterrupt):
             prepare(config)
     if change == "tokenizer":
         config.tokenizer = "char"
+    elif change == "vocab_size":
+        config.vocab_size = 280
     elif change == "sources":
         config.sources, expected = ("all.jsonl", "more.jsonl"), DOCUMENTS * 2
     else:
         expected = [text.swapcase() for text in DOCUMENTS]
         (small / "all.jsonl").write_text(jsonl(expected))
     capsys.readouterr()
-    assert decoded(prepare(config)) == sorted(expected)
+    data = prepare(config)
+    assert decoded(data) == sorted(expected)
     assert "going on" not in capsys.readouterr().out
+    assert change != "vocab_size" or load_tokenizer(data).n_vocab == 280
 
 
 def test_a_disk_that_fills_up_is_named_and_the_preparation_goes_on(small, monkeypatch, capsys):

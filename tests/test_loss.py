@@ -104,6 +104,17 @@ def test_without_a_gradient_too_and_over_more_rows_than_are_held_at_a_time(kind)
     torch.testing.assert_close(model(idx, targets)[1], plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_short_floats_are_summed_in_float32(dtype):
+    """Over 50,000 logits: their sum in bfloat16 would be off by a hundredth or more."""
+    torch.manual_seed(0)
+    logits, targets = (3 * torch.randn(4, 50_257)).to(dtype), torch.randint(50_257, (4,))
+    ours = GPT.losses(None, logits, targets)
+    expected = F.cross_entropy(logits.double(), targets, reduction="none")
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=0)
+
+
 def test_what_stands_behind_self_training_is_in_the_training_loss_alone():
     model, (idx, targets) = make_model(ZLoss), batch()
     with torch.no_grad():

@@ -206,6 +206,29 @@ def test_of_a_few_documents_the_last_tenth_of_each_validates():
     assert parts_of([1_115_394]) == [1_003_855]
     assert parts_of([100, 50]) == [90, 45]
     assert parts_of([20 * 10**9]) == [20 * 10**9 - VALIDATION]
+    sizes = [10**9] * 5  # a tenth of each would be 500 million
+    held_out = [size - part for size, part in zip(sizes, parts_of(sizes), strict=True)]
+    assert 0 < held_out[0] <= VALIDATION and sum(held_out) <= VALIDATION
+
+
+def test_files_of_a_folder_are_read_in_one_order_whatever_the_file_system_says(
+    tmp_path, monkeypatch
+):
+    for name in ("b/2.txt", "a.txt", "B.txt", "b/1.txt", "10.txt", "9.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a text")
+    found, rglob = [], type(tmp_path).rglob
+    for seed in range(4):
+        order = np.random.default_rng(seed).permutation(7)
+
+        def listed(folder, pattern, order=order):
+            files = sorted(rglob(folder, pattern))
+            assert len(files) == 7
+            return (files[i] for i in order)
+
+        monkeypatch.setattr(type(tmp_path), "rglob", listed)
+        found.append(find_sources([str(tmp_path)], tmp_path))
+    assert all(sources == sorted(found[0]) for sources in found) and len(found[0]) == 6
 
 
 def test_of_many_documents_a_tenth_validates_whole():

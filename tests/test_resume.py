@@ -220,7 +220,8 @@ def test_changed_data_is_refused_unless_allowed(finished):
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "one bit flipped"])
 @pytest.mark.parametrize(
-    "name", ["training_state.pt", "model.safetensors", "config.json", "checksums.json"]
+    "name",
+    ["training_state.pt", "model.safetensors", "config.json", "tokenizer.json", "checksums.json"],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, capsys, name, damage):
     run = finished / "out" / "mine"
@@ -247,6 +248,19 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(trained, finishe
     assert process.returncode == 0 and b"checkpoint-20 is damaged" in process.stderr
     assert_equal_runs(trained / "out" / "mine", run, 20)
     assert (run / "damaged-checkpoint-20").is_dir() and not list(run.glob(".checkpoint-*"))
+
+
+def test_what_a_run_goes_on_from_stays_until_there_is_more(finished, monkeypatch):
+    """A crash in the first step after it, or in the next save, finds it under its name."""
+    run = RunDirectory(finished / "out" / "mine", one_process())
+    run.start(20, overwrite=False)
+    run.take_over(20, TrainConfig())
+    run.lock.release()
+    assert sorted(path.name for path in run.path.glob("*checkpoint-*")) == [
+        "checkpoint-10",
+        "checkpoint-20",
+    ]
+    assert run.newest_state()[0].name == "checkpoint-20"
 
 
 def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):

@@ -60,6 +60,7 @@ def test_an_epoch_visits_every_sequence_once(lengths):
         assert len(set(tiling)) == n
     if n > 10:
         assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+        assert len({min(starts) % 16 for starts in epochs}) > 1  # other cuts in each epoch
 
 
 def test_targets_are_the_next_tokens(trained, monkeypatch):
@@ -192,6 +193,20 @@ def test_muon_is_that_of_pytorch(weight_decay):
         moments = [oracle.state[part]["momentum_buffer"] for part in parts]
         moments = torch.cat(moments).view(a.shape)
         assert torch.equal(batched.state[a]["momentum_buffer"], moments)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_is_set_for_the_optimizers_reaches_them(optimizer):
+    """None is what PyTorch or our own classes would take by themselves."""
+    given = dict(weight_decay=0.37, beta1=0.81, beta2=0.83, muon_momentum=0.71, muon_lr=0.5)
+    config = TrainConfig(optimizer=optimizer, learning_rate=0.25, **given)
+    groups = [g for o in configure_optimizers(GPT(GPTConfig(8, 11, 1, 2, 4)), config)
+              for g in o.param_groups]  # fmt: skip
+    assert all(group["betas"] == (0.81, 0.83) for group in groups if "betas" in group)
+    decays = [p.dim() >= 2 for group in groups for p in group["params"][:1]]
+    assert [group["weight_decay"] for group in groups] == [0.37 * decay for decay in decays]
+    muon = [group for group in groups if "momentum" in group]
+    assert [(g["momentum"], g["lr_scale"]) for g in muon] == [(0.71, 2)] * (optimizer == "muon")
 
 
 def test_what_has_no_gradient_is_left_as_it_is():
@@ -390,6 +405,48 @@ def test_accumulation_logs_the_loss_and_norm_of_the_whole_batch_and_no_clipping_
 
 def weights(run, step):
     return load_file(run / f"checkpoint-{step}" / "model.safetensors")
+
+
+def test_the_training_loss_is_the_mean_since_the_evaluation_before(trained, tmp_path):
+    """Of a run that was stopped in between too."""
+    copy_data(trained, tmp_path)
+    flags = [*TINY, "--log_interval=1", "--eval_interval=6", "--dataset=mine"]
+    output_of("train.py", *flags, "--max_iters=9", cwd=tmp_path)
+    run = tmp_path / "out" / "mine"
+    metrics = json.loads((run / "checkpoint-9" / "metrics.json").read_text())
+    (run / "checkpoint-9" / "metrics.json").write_text('{"step": 9}')
+    output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=20", cwd=tmp_path)
+    log = read_log(run)
+    losses = {entry["step"]: entry["loss"] for entry in log if "loss" in entry}
+    assert sorted(losses) == list(range(1, 21))
+    before = 0
+    for entry in [entry for entry in log if "train_loss" in entry]:
+        since = [losses[step] for step in range(before + 1, entry["step"] + 1)]
+        assert entry["train_loss"] == pytest.approx(sum(since) / len(since), rel=1e-5)
+        before = entry["step"]
+    assert before == 20 and metrics["train_loss"] > 0
+
+
+def test_a_step_behind_an_overflow_has_its_own_gradients_alone(trained, tmp_path, monkeypatch):
+    """What is infinite in one step is not added to the next one's."""
+    copy_data(trained, tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own process
+    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
+    seen, unscale = [], torch.amp.GradScaler.unscale_
+
+    def watched(scaler, optimizer):
+        parameters = optimizer.param_groups[0]["params"]
+        if not seen:
+            parameters[0].grad.fill_(math.inf)
+        unscale(scaler, optimizer)
+        seen.append(torch.cat([p.grad.flatten() for p in parameters]).norm())
+
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", watched)
+    recipe = ["--dataset=mine", *TINY, "--dtype=float16", "--optimizer=adamw", "--max_iters=3"]
+    process = run_here("train.py", *recipe, "--learning_rate=0", "--min_lr=0", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr.decode()
+    assert not seen[0].isfinite() and seen[1] > 0 and seen[1].isfinite() and seen[2].isfinite()
+    assert read_log(tmp_path / "out" / "mine")[0]["overflows"] == 1
 
 
 def test_a_resumed_run_keeps_its_sizes(trained):
