@@ -32,7 +32,7 @@ def require(condition: bool, message: str):
 
 @dataclass
 class GPTConfig:
-    """The sizes of a model, by default GPT-2's (124 M parameters); each is a flag of train.py."""
+    """The sizes of a model, by default GPT-2's (124 M parameters); all but vocab_size are flags."""
 
     block_size: int = 1024  # the longest sequence that the model sees at once, in tokens
     vocab_size: int = 50257

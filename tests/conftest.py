@@ -16,7 +16,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and tests 
 import pytest
 
 from gptling.cli import run
-from gptling.processes import Processes
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -47,10 +46,14 @@ def pytest_collection_modifyitems(items):
 
 
 # A process that has imported PyTorch forks a child for each script: a start takes no seconds then.
+# The first step of an optimizer imports the compiler. A script of another copy of the project finds
+# its own modules.
 FORKS = """
 import json, os, runpy, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
-import sample, train
+import sample, train, torch._dynamo
+ours = [name for name, module in sys.modules.items()
+        if (getattr(module, "__file__", None) or "").startswith(sys.argv[1] + os.sep)]
 for line in sys.stdin:
     arguments, cwd, files = json.loads(line)
     child = os.fork()
@@ -61,6 +64,9 @@ for line in sys.stdin:
         for number, (file, mode) in enumerate(zip(files, modes)):
             os.dup2(os.open(file, mode), number)
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
+        if os.path.dirname(arguments[0]) != sys.argv[1]:
+            for name in ours:
+                del sys.modules[name]
         sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
         code = 0
         try:
@@ -91,6 +97,8 @@ def forks():
 
 def one_process():
     """The processes of a run in this one alone, on a CPU."""
+    from gptling.processes import Processes  # pytest's first process runs no test
+
     processes = Processes()
     processes.use_device("cpu")
     return processes

@@ -21,14 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TESTS = {  # of a file: those that guard its promises, the likeliest first
     "model.py": "attention model sample traps loss changed_model",
-    "train.py": "train daily_use loss resume cli",
+    "train.py": "train daily_use loss resume cli changed_model processes",
     "sample.py": "sample daily_use explain cli bad_input",
     "prepare.py": "prepare daily_use corpora resume bad_input",
     "loss.py": "loss traps changed_model train",
     "gpt2_format.py": "pretrained changed_model traps ecosystem",
     "decoding.py": "sample devices traps",
-    "explain.py": "explain attention_page traps",
-    "checkpoints.py": "files daily_use resume traps hostile train",
+    "explain.py": "explain attention_page traps changed_model",
+    "checkpoints.py": "files daily_use resume traps changed_model hostile train",
     "pretrained.py": "pretrained daily_use sample hostile train",
     "optim.py": "train resume",
     "processes.py": "processes traps train",

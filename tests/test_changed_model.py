@@ -122,18 +122,27 @@ def test_text_is_the_same_cached_batched_and_past_the_window(edit):
         try_model.check_attention(model, idx)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_faster_layers_give_the_same_text(edit, compile, monkeypatch, capsys):
-    compiler = torch.compile
-    monkeypatch.setattr(
-        "torch.compile", lambda f, **options: compiler(f, backend="eager", **options)
-    )
-    torch.compiler.reset()
-    model = random_model(edit.module, n_embd=256, **edit.sizes)
+@pytest.mark.parametrize("name", EDITS)
+def test_faster_layers_give_the_same_text(name, capsys, compile=False):
+    """Past the window too."""
+    model = random_model(edited_module(name), n_embd=256, **EDITS[name].sizes)
     idx = torch.randint(97, (2, 8))
-    expected = generate(model, idx, 30, temperature=0)
-    assert torch.equal(generate(speed_up(model, compile), idx, 30, temperature=0), expected)
+    expected = generate(model, idx, 14, temperature=0)
+    assert torch.equal(generate(speed_up(model, compile), idx, 14, temperature=0), expected)
     assert "other logits" not in capsys.readouterr().err
+
+
+QUICK = "soft-capping", "ALiBi", "shared blocks", "values of the first layer mixed into the others"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in EDITS]
+)
+def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
+    compiler = torch.compile
+    monkeypatch.setattr("torch.compile", lambda f, **more: compiler(f, backend="eager", **more))
+    torch.compiler.reset()
+    test_faster_layers_give_the_same_text(name, capsys, compile=True)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -462,8 +471,7 @@ def test_what_a_run_has_and_this_code_does_not_know_is_refused(
     """And what the run has not is printed with its value."""
     shutil.copytree(trained / "data", tmp_path / "data")
     edited_copy(tmp_path, "train.py", *changes)
-    alone = {"cwd": tmp_path, "PYTHONPATH": ""}
-    output_of(tmp_path / "train.py", "--dataset=mine", *TINY, flag, **alone)
+    output_of(tmp_path / "train.py", "--dataset=mine", *TINY, flag, cwd=tmp_path)
     resume = ["--out_dir=out/mine", "--resume", "--max_iters=22"]
     process = run_script("train.py", *resume, cwd=tmp_path)
     error = process.stderr.decode()
@@ -475,7 +483,7 @@ def test_what_a_run_has_and_this_code_does_not_know_is_refused(
         return
     shutil.copytree(trained / "out", tmp_path / "other")
     resume = [tmp_path / "train.py", "--out_dir=other/mine", "--resume", "--max_iters=22"]
-    assert "ema: 0.9 from now on; it was not there" in output_of(*resume, flag, **alone)
+    assert "ema: 0.9 from now on; it was not there" in output_of(*resume, flag, cwd=tmp_path)
 
 
 def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(trained, tmp_path):
@@ -489,13 +497,12 @@ def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(trained, t
         (old, new.replace("0.01", "self.config.z_loss").replace("losses(", "losses(")),
         ("    bias: bool = True", "    z_loss: float = 0.0  # its weight\n    bias: bool = True"),
     )
-    alone = {"cwd": tmp_path, "PYTHONPATH": ""}
     resume = [tmp_path / "train.py", "--out_dir=out/mine", "--resume"]
-    said = output_of(*resume, "--max_iters=30", "--z_loss=1e-3", **alone)
+    said = output_of(*resume, "--max_iters=30", "--z_loss=1e-3", cwd=tmp_path)
     assert "z_loss: 0.001 from now on; it was not there" in said
-    said = output_of(*resume, "--max_iters=32", "--z_loss=0.1", **alone)
+    said = output_of(*resume, "--max_iters=32", "--z_loss=0.1", cwd=tmp_path)
     assert "z_loss: 0.1 from now on; it was 0.001" in said
-    process = run_script(*resume, "--max_iters=40", "--n_head=4", **alone)
+    process = run_script(*resume, "--max_iters=40", "--n_head=4", cwd=tmp_path)
     assert process.returncode == 1 and b"n_head=4, where it has 2" in process.stderr
     config = json.loads((tmp_path / "out/mine/checkpoint-32/config.json").read_text())
     assert config["model_type"] == "gpt2" and config["z_loss"] == 0.1
@@ -505,13 +512,12 @@ def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(trained, t
 def test_a_deliberate_change_goes_on_from_weights_of_another_model(trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     edited_copy(tmp_path, "model.py", *EDITS["ReLU"].changes)
-    alone = {"cwd": tmp_path, "PYTHONPATH": ""}
     resume = ["--out_dir=out/mine", "--resume", "--max_iters=22"]
-    process = run_script(tmp_path / "train.py", *resume, **alone)
+    process = run_script(tmp_path / "train.py", *resume, cwd=tmp_path)
     error = process.stderr.decode()
     assert process.returncode == 1 and error.count("\n") == 1, error
     assert "computes something else" in error and "--allow_changed_model=True" in error
-    output_of(tmp_path / "train.py", *resume, "--allow_changed_model", **alone)
-    output_of(tmp_path / "sample.py", "out/mine/checkpoint-22", **alone)
+    output_of(tmp_path / "train.py", *resume, "--allow_changed_model", cwd=tmp_path)
+    output_of(tmp_path / "sample.py", "out/mine/checkpoint-22", cwd=tmp_path)
     process = run_script("sample.py", "out/mine/checkpoint-22", cwd=tmp_path)
     assert process.returncode == 1 and b"computes something else" in process.stderr

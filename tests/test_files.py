@@ -177,7 +177,9 @@ CURVES = pytest.param("True", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("curves", ["False", CURVES])
-@pytest.mark.parametrize("kilobytes", [0, 4, 36, 60, 100, 160])
+@pytest.mark.parametrize(
+    "kilobytes", [0, 60, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 36, 100, 160))]
+)
 def test_a_training_on_a_full_disk_goes_on_once_there_is_space(disk, trained, kilobytes, curves):
     shutil.copytree(trained / "data", disk / "data")
     arguments = ["--dataset=mine", *TINY, f"--curves={curves}"]

@@ -246,7 +246,9 @@ def test_generate_is_lazy_and_seeded():
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn():
     model = make_model()
-    json = '{"model": {"vocab": {"a": 3, "b": 5}}, "added_tokens": [{"id": 7}, {"id": 99}, {"id": V}]}'
+    json = (
+        '{"model": {"vocab": {"a": 3, "b": 5}}, "added_tokens": [{"id": 7}, {"id": 99}, {"id": V}]}'
+    )
     json = json.replace("V", str(model.config.vocab_size))  # the first that it lacks
     model.restrict_to_tokens(token_ids(json))
     assert set(generate(model, [[3]], 200)[0].tolist()) == {3, 5, 7}

@@ -130,13 +130,17 @@ def test_processes_share_a_step_in_micro_batches(batch, accumulation, processes,
 
 
 def test_two_processes_give_the_weights_of_one(here):
-    flags = [*FLAGS, "--batch_size=4", "--max_iters=3"]
+    """The same micro-batches with the same dropout; the losses of the log are those of all."""
+    flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=2", "--dropout=0.3"]
+    flags += ["--max_iters=3"]
     two = torchrun("float64.py", *flags, "--out_dir=out/two", cwd=here)
     process = run_script(here / "float64.py", *flags, "--out_dir=out/one", cwd=here)
     assert process.returncode == 0, process.stderr
     assert "2 processes" in finish(two)
     one, two = (weights(here / "out" / name, step=3) for name in ("one", "two"))
     assert largest_difference(one, two) < 1e-12
+    for ours, others in zip(losses(here / "out/one"), losses(here / "out/two"), strict=True):
+        assert ours == pytest.approx(others, abs=1e-12)
 
 
 @pytest.mark.slow

@@ -344,8 +344,10 @@ def test_models_that_differ_in_a_number_alone_are_compiled_each(monkeypatch):
         torch.testing.assert_close(steps(fast, idx, None), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_class", [GPT, ChangedGPT])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_class", [GPT, pytest.param(ChangedGPT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_blocks_of_a_wide_model_are_compiled_each_and_stay_what_they_are(
     model_class, dtype, monkeypatch
 ):

@@ -427,6 +427,31 @@ def test_the_training_loss_is_the_mean_since_the_evaluation_before(trained, tmp_
     assert before == 20 and metrics["train_loss"] > 0
 
 
+def test_both_learning_rates_of_the_log_are_those_of_the_schedule(trained, tmp_path):
+    copy_data(trained, tmp_path)
+    flags = ["--dataset=mine", *TINY, "--optimizer=muon", "--muon_lr=0.04", "--log_interval=1"]
+    output_of("train.py", *flags, cwd=tmp_path)
+    log = [entry for entry in read_log(tmp_path / "out" / "mine") if "loss" in entry]
+    state = torch.load(tmp_path / "out/mine/checkpoint-20/training_state.pt", weights_only=True)
+    config = TrainConfig(**state["config"])
+    for entry in log:
+        assert entry["lr"] == pytest.approx(learning_rate(entry["step"] - 1, config))
+        assert entry["muon_lr"] == pytest.approx(4 * entry["lr"])
+
+
+def test_an_evaluation_that_is_not_finite_ends_the_run_before_it_is_saved(
+    trained, tmp_path, monkeypatch
+):
+    copy_data(trained, tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own process
+    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
+    monkeypatch.setattr("train.evaluate", lambda *_: (math.nan, math.nan))
+    process = run_here("train.py", "--dataset=mine", *TINY, cwd=tmp_path)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1 and "step 10" in error
+    assert list_checkpoints(tmp_path / "out" / "mine") == []
+
+
 def test_a_step_behind_an_overflow_has_its_own_gradients_alone(trained, tmp_path, monkeypatch):
     """What is infinite in one step is not added to the next one's."""
     copy_data(trained, tmp_path)
@@ -686,9 +711,9 @@ def test_tiny_shakespeare_is_prepared_as_published(tmp_path):
     assert (meta["characters"], meta["vocab_size"]) == (1_115_394, 65)
     assert meta["val"]["tokens"] == 111_539
     preset = ROOT / "config" / "shakespeare_char_cpu.toml"
-    output_of("train.py", preset, "--max_iters=60", "--eval_tokens=5000", cwd=tmp_path)
+    output_of("train.py", preset, "--max_iters=20", "--eval_tokens=2000", cwd=tmp_path)
     (entry,) = [e for e in read_log(tmp_path / "out/shakespeare_char_cpu") if "val_loss" in e]
-    assert entry["val_loss"] < 3.0  # ln(65) is 4.17
+    assert entry["val_loss"] < 3.4  # ln(65) is 4.17
 
 
 @pytest.mark.slow
