@@ -31,7 +31,23 @@ pytestmark = pytest.mark.gpt2  # the edits are of the unchanged model.py
 SIZES = {"block_size": 16, "vocab_size": 97, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
-@pytest.fixture(scope="module", params=EDITS)
+QUICK = (
+    "soft-capping",
+    "z-loss",
+    "GELU in its erf form",
+    "ALiBi",
+    "rotary positions",
+    "RMSNorm",
+    "an untied output layer",
+    "shared blocks",
+    "a mixture of experts",
+    "values of the first layer mixed into the others",
+    "a second head for the token after next",
+)
+PARAMS = [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in EDITS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def edit(request):
     """An edit, with its name and the module that it makes of model.py."""
     yield SimpleNamespace(
@@ -122,7 +138,7 @@ def test_text_is_the_same_cached_batched_and_past_the_window(edit):
         try_model.check_attention(model, idx)
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", PARAMS)
 def test_faster_layers_give_the_same_text(name, capsys, compile=False):
     """Past the window too."""
     model = random_model(edited_module(name), n_embd=256, **EDITS[name].sizes)
@@ -132,11 +148,8 @@ def test_faster_layers_give_the_same_text(name, capsys, compile=False):
     assert "other logits" not in capsys.readouterr().err
 
 
-QUICK = "soft-capping", "ALiBi", "shared blocks", "values of the first layer mixed into the others"
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in EDITS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "shared blocks")) for n in EDITS]
 )
 def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
     compiler = torch.compile
@@ -415,6 +428,7 @@ def test_a_parameter_that_init_weights_passes_over_is_named(train_changed):
     assert "init_weights" not in train_changed("RMSNorm", "--overwrite")[1]
 
 
+@pytest.mark.slow
 def test_what_makes_a_compiled_training_run_uncompiled_is_said(train_changed, monkeypatch):
     compiler = torch.compile
     monkeypatch.setattr("torch.compile", lambda f, **more: compiler(f, backend="eager", **more))

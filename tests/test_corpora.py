@@ -340,6 +340,7 @@ def write_bin(path, ids):
     path.write_bytes(raw + b"".join(id.to_bytes(2, "little") for id in ids))
 
 
+@pytest.mark.slow
 def test_token_files_of_others_come_in_and_go_out_by_the_recipes(tmp_path, gpt2_encoding):
     texts = [f"{text} 🙂" for text in DOCUMENTS]
     ids = [id for text in texts for id in [50256, *gpt2_encoding.encode_ordinary(text)]]

@@ -345,7 +345,7 @@ def fuzz(directory, n):
     print(json.dumps(counts | {"slowest": slowest}))
 
 
-@pytest.mark.parametrize("n", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_mutated_files_are_used_or_refused(tmp_path, n):
     """In a process of its own: a panic in native code, too much memory or a hang would show."""
     command = [sys.executable, "-m", "tests.test_hostile", str(tmp_path), str(n)]

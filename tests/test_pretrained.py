@@ -382,6 +382,7 @@ print(len(tokens), [name for name in sys.modules if name.startswith("gptling")])
 """
 
 
+@pytest.mark.slow
 def test_model_py_works_when_it_is_copied_away_alone(tmp_path):
     """With gpt2_format.py for checkpoints, which has no import of ours either."""
     shutil.copy(ROOT / "model.py", tmp_path)

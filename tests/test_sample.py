@@ -367,7 +367,7 @@ def test_blocks_of_a_wide_model_are_compiled_each_and_stay_what_they_are(
     assert fast(one)[0].shape == (1, 1, 97)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["mlp", "mlp.c_proj"])
 def test_a_hook_in_one_block_stays_in_it(name, compile, monkeypatch):
     monkeypatch.setattr("torch.compile", compile_by("eager"))
