@@ -68,6 +68,7 @@ def test_examples_are_found():
 def test_commands_have_flags_and_presets_that_exist(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     at, script = next((i, word) for i, word in enumerate(words) if word in SCRIPTS)
+    words = [word for word in words if not re.fullmatch(r"out/.*\.toml", word)]  # of a run
     default_preset = CONFIG / "quickstart.toml" if script == "train.py" else None
     load(SCRIPTS[script], "", words[at + 1 :], default_preset)
 
