@@ -85,6 +85,8 @@ MISTAKES = [
     ("train.py --max_iters=0", "--max_iters=0", 2),
     ("train.py --dropout=1.5", "dropout=1.5", 2),
     ("train.py --batch_size=-1", "--batch_size=-1", 2),
+    ("train.py --hold=1", "--hold=1", "below 1", 2),
+    ("train.py --beta2=1.5", "--beta2=1.5", "below 1", 2),
     ("train.py nix.toml", "nix.toml"),
     (f"train.py {LONG}.toml", LONG, "too long"),
     ("train.py a.txt", "a.txt", "prepare.py"),
@@ -100,6 +102,7 @@ MISTAKES = [
         "--block_size",
     ),
     ("train.py TINY --out_dir=new --dataset=wrong", "wrong", "5000"),
+    ("train.py TINY --out_dir=new --dataset=edge", "data/edge", "beyond"),
     ("train.py TINY --out_dir=new --dataset=torn", "torn"),
     ("train.py TINY --out_dir=new --dataset=beyond", "4000", "data/beyond"),
     ("train.py TINY --dataset=mine --resume=True --out_dir=out/nix", "out/nix", "--out_dir"),
@@ -226,9 +229,12 @@ def world(trained, tmp_path_factory):
     for name, content in FILES.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
-    for name in ("wrong", "torn", "beyond"):
+    for name in ("wrong", "torn", "beyond", "edge"):
         shutil.copytree(directory / "data" / "mine", directory / "data" / name)
     np.save(directory / "data" / "wrong" / "val.npy", np.full(100, 5000, dtype=np.uint16))
+    n_vocab = json.loads((directory / "data" / "mine" / "meta.json").read_text())["vocab_size"]
+    edge = np.full(100, n_vocab, dtype=np.uint16)  # the first id that it does not have
+    np.save(directory / "data" / "edge" / "val.npy", edge)
     ids = np.full(5000, 4000, dtype=np.uint16)
     np.save(directory / "data" / "beyond" / "train-00000.npy", ids)
     (directory / "data" / "torn" / "val.npy").write_bytes(b"\x93NUMPY")

@@ -379,6 +379,15 @@ def test_attention_weights_that_are_not_what_is_computed_are_refused():
         logits_and_attention(model, torch.randint(97, (1, 12)))
 
 
+def test_a_shared_block_is_recomputed_once_for_each_time_that_it_runs():
+    shared = edited_module("shared blocks")
+    model, calls = random_model(shared).train(), []
+    model.h[0].ln_1.register_forward_hook(lambda *_: calls.append(1))
+    recompute_activations(model, compile_blocks=False)
+    model(*batch())[1].backward()
+    assert len(calls) == 2 * model.config.n_layer
+
+
 # ---------------------------------------------------------------------------- in a run
 
 

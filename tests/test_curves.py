@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from gptling.report import draw_curves
 from tests.conftest import TINY, output_of, run_script
 
 
@@ -37,6 +38,15 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here):
         assert [step for step, _ in shown] == [step for step, _ in expected]
         assert [v for _, v in shown] == pytest.approx([v for _, v in expected], rel=1e-6)
     assert [event.step for event in events.Tensors("sample/text_summary")] == [10, 20, 30]
+    titles = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.axes.Axes.set_title", lambda a, t: titles.append(t))
+        losses = {1: 3.0, 2: 1.25, 3: 2.0}
+        (here / "log.jsonl").write_text(
+            "".join(f'{{"step": {s}, "loss": 3, "val_loss": {v}}}\n' for s, v in losses.items())
+        )
+        draw_curves(here)
+    assert titles == [f"{here.name}: best 1.2500 at step 2"]
     with Image.open(run / "loss.png") as picture:
         assert picture.size == (960, 600) and len(picture.convert("RGB").getcolors(1 << 20)) > 50
     assert not list(run.glob(".loss.png*"))

@@ -253,6 +253,20 @@ def test_empty_prompt_starts_from_end_of_text_or_a_newline():
         assert start_token(build_tokenizer("char", [alphabet], 0, end_of_text)) == first
 
 
+def test_merges_in_another_order_than_their_ids_are_refused(tmp_path):
+    """tiktoken merges by id, Hugging Face by the list: texts would get other tokens."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256, b"abc": 257, b"de": 258}
+    bpe = tiktoken.Encoding("bpe", pat_str=BPE_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    stored = json.loads(tokenizer_to_json(bpe))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    load_tokenizer(tmp_path)
+    merges = stored["model"]["merges"]
+    merges[0], merges[-1] = merges[-1], merges[0]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match="order of the merges"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"pre_tokenizer": {"type": "Whitespace"}}'])
 def test_another_tokenizer_json_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)

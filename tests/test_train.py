@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -59,7 +60,8 @@ def test_an_epoch_visits_every_sequence_once(lengths):
             assert all(b - a == 16 for a, b in itertools.pairwise(inside))
         assert len(set(tiling)) == n
     if n > 10:
-        assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+        orders = [np.argsort(starts).tolist() for starts in epochs]
+        assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
         assert len({min(starts) % 16 for starts in epochs}) > 1  # other cuts in each epoch
 
 
@@ -437,6 +439,18 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(trained, tmp_p
     for entry in log:
         assert entry["lr"] == pytest.approx(learning_rate(entry["step"] - 1, config))
         assert entry["muon_lr"] == pytest.approx(4 * entry["lr"])
+
+
+def test_the_time_of_an_evaluation_is_not_that_of_a_step(trained, tmp_path, monkeypatch):
+    copy_data(trained, tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own process
+    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
+    monkeypatch.setattr("train.evaluate", lambda *_: time.sleep(0.5) or (2.0, 3.0))
+    flags = ["--dataset=mine", *TINY, "--eval_interval=5", "--log_interval=3"]
+    process = run_here("train.py", *flags, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr.decode()
+    log = [entry for entry in read_log(tmp_path / "out" / "mine") if "ms" in entry]
+    assert sum(3 * entry["ms"] for entry in log) < 1000 * log[-1]["seconds"] - 1400  # three of four
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run_before_it_is_saved(
