@@ -24,7 +24,7 @@ import tyro
 
 from gptling.cli import UserError, load, run
 from gptling.corpus import find_sources, read, source_id
-from gptling.files import lock_directory, read_json, replace, writing
+from gptling.files import is_plain_name, lock_directory, read_json, replace, writing
 from gptling.shards import CorpusPosition, TokenShards, encode_on_all_cores, split_documents
 from gptling.tokenizers import build_tokenizer, check_vocab_size, load_tokenizer, tokenizer_to_json
 
@@ -40,7 +40,7 @@ class PrepareConfig:
 
     def __post_init__(self):
         name = self.name or name_after(self.sources)
-        if Path(name).name != name or name in ("", "..") or not self.name.isprintable():
+        if not is_plain_name(name):
             raise ValueError(f"--name {name!r}: give a plain name, for a directory in data/")
         check_vocab_size(self.tokenizer, self.vocab_size)
 
@@ -120,7 +120,7 @@ def prepare(config: PrepareConfig) -> Path:
         longest = min(max(train), shards.val.length) - 1  # sequence that both splits have
         if longest < 1:
             few = f"{count['characters']} characters are too few to train and validate on"
-            raise UserError(f"{config.sources[0]}: {few}: give more text")
+            raise UserError(f"{target}: {few}: give more text")
         meta = {
             "format": 1,
             "tokenizer": config.tokenizer,

@@ -164,7 +164,7 @@ def main():
             write_page(Path(config.explain), {"model": str(checkpoint)} | data)
             print(f"{config.explain}: open it in a browser", file=sys.stderr)
         return
-    print("a prompt, then Enter; Ctrl-C ends a text, an empty line all", file=sys.stderr)
+    print("a prompt, then Enter; Ctrl-C stops a text, an empty line quits", file=sys.stderr)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         prompt = sys.stdin.readline().removeprefix("\ufeff").rstrip("\r\n")

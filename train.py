@@ -6,10 +6,9 @@
     python train.py --out_dir=out/gpt2 --resume        # go on from its newest checkpoint
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
-What neither a flag nor a preset says is as in the quick start.
-
 writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,
-config.toml, and where matplotlib and TensorBoard are installed loss.png and tensorboard/.
+config.toml, and where matplotlib and TensorBoard are installed loss.png and tensorboard/. What
+neither a flag nor a preset says is as in config/quickstart.toml.
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101; cosine decay,
@@ -34,6 +33,7 @@ from gptling.checkpoints import Progress, RunDirectory
 from gptling.cli import CONFIG, Fraction, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
+from gptling.files import is_plain_name
 from gptling.gpt2_format import token_ids
 from gptling.loss import loss_and_terms, use_loss_in_pieces
 from gptling.optim import Muon, check_finite, load_states
@@ -70,7 +70,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     beta2: Fraction = 0.95  # AdamW: decay of the second moment (of their squares)
     grad_clip: float = 1.0  # the gradient's norm is cut to this; 0 for never
     eval_interval: PositiveInt = 500  # steps between evaluations, each with a checkpoint
-    eval_tokens: int = 0  # validate on about so many tokens, evenly from the split; 0 for all
+    eval_tokens: int = 0  # validate on about this many, spread evenly over the split; 0 for all
     keep_last: PositiveInt = 2  # checkpoints that stay besides the best
     log_interval: PositiveInt = 10  # steps between log lines
     seed: int = 1337  # of initialisation, order of sequences, dropout and samples
@@ -88,8 +88,8 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     def __post_init__(self):
         super().__post_init__()
         check_numbers(self)
-        if Path(self.dataset).name != self.dataset or self.dataset in ("", ".."):
-            raise ValueError(f"--dataset={self.dataset}: give a name under data/, not a path")
+        if not is_plain_name(self.dataset):
+            raise ValueError(f"--dataset={self.dataset!r}: give a name under data/, not a path")
         if self.min_lr > self.learning_rate and not self.resume:  # then the run's own counts
             raise ValueError(f"--min_lr={self.min_lr} is above the learning_rate: lower it")
         if self.resume + self.overwrite + self.eval_only > 1:
@@ -116,7 +116,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.min_lr + left[config.schedule] * (config.learning_rate - config.min_lr)
 
 
-def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"):
+def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32") -> list:
     """[AdamW], or with "muon" [AdamW, Muon]. Muon takes the matrices inside the blocks, a router's
     too, and parameters of three dimensions as stacks of matrices. Matrices and embeddings decay,
     biases and LayerNorms do not. Without a gradient none moves. lr_scale: times learning_rate;
@@ -181,7 +181,7 @@ def main():
         config.init_from = source = find_checkpoint(config.init_from)
         config.eval_tokens = given.get("eval_tokens", 0)  # the whole split, whatever a preset says
     else:  # explicit flags override what a resumed run had
-        config, source, state = run_directory.resume_or_begin(config, given, FIXED.split())
+        config, source, state = run_directory.resume_or_begin(config, given, set(FIXED.split()))
         if source is None and config.init_from != "scratch":
             source = find_checkpoint(config.init_from)
     if source:
@@ -190,7 +190,7 @@ def main():
     device = processes.use_device(config.device)
 
     # ------------------------------------------------------------ data
-    missing = config.dataset == "quickstart" and not Path("data/quickstart/meta.json").exists()
+    missing = config.dataset == "quickstart" and not any(Path("data/quickstart").glob("*"))
     if missing and processes.is_main and not config.eval_only:
         prepare(PrepareConfig())
     processes.barrier()
@@ -270,8 +270,8 @@ def main():
         evaluate_now = done % config.eval_interval == 0 or done == config.max_iters
         log_now = done % config.log_interval == 0 or done == config.max_iters
         stopped = signals.received()
-        if log_now or evaluate_now or stopped or device == "cpu":  # a GPU would be waited for
-            check_finite("the loss", losses["loss"].item(), done, config)
+        if device == "cpu" or log_now or evaluate_now or stopped or not run_directory.begun:
+            check_finite("the loss", losses["loss"].item(), done, config)  # which waits for a GPU
             if not scaler.is_enabled():
                 check_finite("the gradient's norm", norm.item(), done, config)
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
@@ -284,7 +284,7 @@ def main():
         loss_sum += losses["loss"]
         progress.step, progress.loss_steps = done, progress.loss_steps + 1
         progress.overflows += overflow
-        run_directory.take_over(step, config)  # this run works: one that is to be overwritten goes
+        run_directory.take_over(config)  # the first step works: a run to be overwritten goes
 
         if log_now:
             rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
@@ -299,11 +299,11 @@ def main():
                 train_loss = loss_sum.item() / progress.loss_steps
                 check_finite("a loss", train_loss + val_loss, done, config)  # before it is saved
                 loss_sum.zero_()
-                progress.loss_steps, progress.best = 0, min(progress.best, val_loss)
+                progress.loss_steps = 0
                 metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
                 metrics |= {"bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
                 lines = sample_lines(model, data.tokenizer, config.seed + done, processes)
-                report.evaluation(metrics, lines, best=val_loss == progress.best)
+                report.evaluation(metrics, lines, progress.is_best(val_loss, data.val_targets))
                 save(metrics)
         if stopped:
             if not evaluate_now:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from gptling.cli import UserError
+from gptling.cli import UserError, in_words
 from gptling.files import lock_directory, read_json, replace, sha256, sync, writing
 from gptling.gpt2_format import save
 from gptling.optim import full_state
@@ -32,8 +32,15 @@ class Progress:
     overflows: int = 0  # steps that float16 skipped
     loss_sum: float = 0.0  # of the training losses since the last evaluation
     loss_steps: int = 0  # of how many steps
-    seconds: float = 0.0  # that the run has taken
-    computed_in: str = ""  # the device and the dtype of matmuls
+    seconds: float = 0.0  # of all sessions so far
+    computed_in: str = ""  # the device and the dtype of matmuls of the last one
+    val_tokens: int = 0  # over how many tokens `best` is
+
+    def is_best(self, loss: float, tokens: int) -> bool:
+        """Whether a validation loss is the lowest so far, of those over as many tokens."""
+        before = self.best if self.val_tokens in (0, tokens) else math.inf
+        self.best, self.val_tokens = min(before, loss), tokens
+        return self.best == loss
 
 
 def step_of(checkpoint: Path) -> int:
@@ -46,17 +53,26 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     return sorted((p for p in found if re.fullmatch(r"checkpoint-\d+", p.name)), key=step_of)
 
 
-def validation_loss(checkpoint: Path) -> float:
-    """Infinite where a run was stopped between evaluations, or metrics.json is damaged."""
+def read_metrics(checkpoint: Path) -> dict[str, Any]:
+    """What metrics.json holds; without "val_loss" where the run was stopped between evaluations,
+    and nothing where it is damaged."""
     with suppress(UserError, LookupError, TypeError, ValueError):
-        return float(read_json(checkpoint / "metrics.json")["val_loss"])
-    return math.inf
+        metrics = read_json(checkpoint / "metrics.json")
+        return metrics | {key: float(metrics[key]) for key in metrics if key == "val_loss"}
+    return {}
 
 
 def best_checkpoint(run: str | Path) -> Path | None:
-    """The checkpoint of a run with the lowest validation loss, the newest of equal ones."""
-    checkpoints = reversed(list_checkpoints(run))
-    return min(checkpoints, key=validation_loss, default=None)
+    """The checkpoint of a run with the lowest validation loss, the newest of equal ones. Of losses
+    over other tokens, since --eval_tokens was changed, those of the newest evaluation count."""
+    newest_first = list_checkpoints(run)[::-1]
+    metrics = {checkpoint: read_metrics(checkpoint) for checkpoint in newest_first}
+    evaluated = [checkpoint for checkpoint in newest_first if "val_loss" in metrics[checkpoint]]
+    tokens = [metrics[checkpoint].get("val_tokens") for checkpoint in evaluated]
+    same = [c for c, n in zip(evaluated, tokens, strict=True) if n in (None, tokens[0])]
+    return min(
+        same or newest_first, key=lambda c: metrics[c].get("val_loss", math.inf), default=None
+    )
 
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
@@ -74,8 +90,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         state["progress"] = Progress(**state["progress"])
         return state
     except (OSError, ValueError, LookupError, TypeError, UnpicklingError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{checkpoint} is damaged: {reason}") from None
+        raise UserError(f"{checkpoint} is damaged: {in_words(error)}") from None
 
 
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
@@ -113,7 +128,7 @@ class RunDirectory:
     def __init__(self, path: Path, processes):
         self.path, self.processes, self.lock = path, processes, None
         self.last_reason = ""  # why its checkpoints are no GPT-2s
-        self.begun = False
+        self.begun, self.first_step = False, 0
 
     def take_lock(self):
         """Keep other trainings out until this one ends. Raises UserError where one is there."""
@@ -162,7 +177,8 @@ class RunDirectory:
             raise UserError(f"{self.path} holds a run: {ways}, --out_dir=... leaves it alone")
 
     def start(self, step: int, overwrite: bool):
-        """Make the directory, and let no other training write there."""
+        """Make the directory, and let no other training write there; take_over does the rest."""
+        self.first_step = step
         if not self.processes.is_main:
             return
         with writing(self.path):
@@ -171,11 +187,12 @@ class RunDirectory:
             if step == 0 and not overwrite:
                 self.refuse_another_run()  # one that has come to its end there meanwhile
 
-    def take_over(self, step: int, config: Any):
-        """With the first step that is done, behind `step`: what follows it is this run's alone."""
-        if self.begun or not self.processes.is_main:
+    def take_over(self, config: Any):
+        """Called after each step, and effective after the first of this session: delete what an
+        older run has beyond the step that this one began at, and write config.toml."""
+        begun, self.begun, step = self.begun, True, self.first_step
+        if begun or not self.processes.is_main:
             return
-        self.begun = True
         with writing(self.path):
             for path in self.path.glob(".checkpoint-*"):  # what a crash has left
                 shutil.rmtree(path)
@@ -189,7 +206,7 @@ class RunDirectory:
             cut_log(self.path / "log.jsonl", step)
         with writing(self.path / "config.toml"):
             replace(self.path / "config.toml", as_preset(config).encode())
-        self.processes.has_trained()
+        self.processes.mark_trained()
 
     def print_new_reason(self, why_not_gpt2: str):
         if why_not_gpt2 and not self.last_reason:
@@ -231,9 +248,9 @@ class RunDirectory:
 
 def as_preset(config: Any) -> str:
     """The settings of a run as a TOML file, whose strings and numbers are written as JSON's are."""
-    values = {name: json.dumps(v, ensure_ascii=False) for name, v in asdict(config).items()}
-    kept = [name for name in values if name not in ONCE | {"out_dir", "vocab_size"}]
-    lines = [f"{name} = {values[name]}" for name in kept]
+    left_out = ONCE | {"out_dir", "vocab_size"}
+    kept = {k: v for k, v in asdict(config).items() if k not in left_out and v is not None}
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in kept.items()]
     return "\n".join(["# A preset: what this run was trained with, at its last start.", *lines, ""])
 
 

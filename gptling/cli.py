@@ -29,11 +29,23 @@ CONFIG = Path(__file__).parent.parent / "config"
 # What a number of a configuration may be besides finite and not negative: at least 1, below 1.
 PositiveInt = Annotated[int, "at least 1"]
 Fraction = Annotated[float, "below 1"]
-OTHER_NAMES = {"lr": "learning_rate", "steps": "max_iters", "start": "prompt"}  # elsewhere
+OTHER_NAMES = {"lr": "learning_rate", "steps": "max_iters", "start": "prompt"}  # of other programs
 
 
 class UserError(Exception):
     """A mistake of the user's: its message is one line with the value and the way out."""
+
+
+def in_words(error: Exception) -> str:
+    """The message of one of Python's errors as a plain sentence."""
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def is_main() -> bool:
+    """Whether this is the first process, which speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def optional_package(name: str, install: str) -> ModuleType:
@@ -76,19 +88,19 @@ def run(main: Callable[[], int | None]):
         sys.exit(130)
 
 
-def _fail(message):
+def _fail(message, code=1):
     """One line on standard error, whatever control characters a file's name may hold."""
     text = " ".join(message.splitlines())
     text = text if len(text) < 1000 else f"{text[:500]} ... {text[-400:]}"
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     _let_first_speak()
     print(f"{Path(sys.argv[0]).name}: error: {text}", file=sys.stderr, flush=True)
-    _exit(1)
+    _exit(code)
 
 
 def _let_first_speak():
     """torchrun ends this process when the first one has, unless the mistake is here alone."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_main():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
 
@@ -119,32 +131,24 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
             vars(default).update(read_preset(cls, preset))
         behind = [w for before, w in itertools.pairwise(argv) if is_preset(w, before, hints)]
         if behind:
-            usage_error(f"{behind[0]}: presets stand before the flags")
+            _fail(f"{behind[0]}: presets stand before the flags", code=2)
     names = [re.sub("=.*", "", word[2:]).replace("-", "_") for word in argv if word[:2] == "--"]
     for name in names:
         if name not in hints and (ours := OTHER_NAMES.get(name)) in hints:
-            usage_error(f"--{name} is --{ours} here")
+            _fail(f"--{name} is --{ours} here", code=2)
     options = {
         "prog": Path(sys.argv[0]).name,
         "description": description.partition("References:")[0].strip(),
     }
     options |= {"use_underscores": True, "config": (tyro.conf.FlagConversionOff,)}
-    is_main = os.environ.get("RANK", "0") == "0"
     try:
-        with redirect_stderr(sys.stderr if is_main else io.StringIO()):
+        with redirect_stderr(sys.stderr if is_main() else io.StringIO()):
             config = tyro.cli(cls, args=spell_out(argv, hints), default=default, **options)
     except SystemExit as exit:
         if exit.code:
             _let_first_speak()
         raise
     return config, {name: getattr(config, name) for name in names if name in hints}
-
-
-def usage_error(message: str):
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    _let_first_speak()
-    _exit(2)
 
 
 def is_preset(word: str, before: str, hints: dict[str, Any]) -> bool:

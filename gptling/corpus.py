@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from gptling.cli import UserError, optional_package
-from gptling.files import in_words, writing
+from gptling.cli import UserError, in_words, optional_package
+from gptling.files import writing
 
 RECORDS = (".jsonl", ".jsonl.gz", ".parquet")  # files with a document in each record
 UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError)

@@ -44,14 +44,15 @@ def open_tokens(file: Path) -> np.ndarray:
 
 
 class Dataset:
-    """data/NAME. Raises UserError where something is missing, damaged or too short."""
+    """data/NAME; validation takes all of val, or about eval_tokens of it, val_targets in the end,
+    which are val_bytes of text. Raises UserError for what is missing, damaged or too short."""
 
     def __init__(self, name: str, block_size: int, eval_tokens: int = 0):
         self.directory = directory = Path("data") / name
         if not (directory / "meta.json").is_file():
             found = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
             near = difflib.get_close_matches(name, found) or found[:3]
-            there = "".join(f", or take --dataset={shlex.quote(name)}" for name in near)
+            there = "".join(f", or take --dataset={shlex.quote(other)}" for other in near)
             make = f"make it with python prepare.py YOUR.txt --name={shlex.quote(name)}"
             make += " --overwrite" * directory.exists()
             missing = "has no meta.json" if directory.exists() else "is not there"
@@ -71,7 +72,9 @@ class Dataset:
         self.val_starts = validation_starts(len(self.val), block_size, eval_tokens)
         lengths = bytes_per_token(self.tokenizer)
         self.val_targets = self.val_bytes = 0  # how many tokens are predicted, and their text
-        for starts in np.array_split(self.val_starts, len(self.val) // (1 << 20) + 1):
+        at_once = max(1, (1 << 20) // block_size)  # saves memory
+        for i in range(0, len(self.val_starts), at_once):
+            starts = self.val_starts[i : i + at_once]
             places = (starts[:, None] + np.arange(1, block_size + 1)).ravel()
             ids = self.val[places[places < len(self.val)]]
             self.check_ids(ids)
@@ -85,7 +88,7 @@ class Dataset:
             raise UserError(f"{self.directory}: {other}; prepare it again")
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
-        """Raises UserError where the model in a checkpoint was trained on other tokens."""
+        """Raises UserError where a checkpoint, whose model has vocab_size tokens, has others."""
         ours, theirs = self.tokenizer, load_tokenizer(checkpoint)
         same = ours._mergeable_ranks == theirs._mergeable_ranks
         special = ours._special_tokens.items() <= theirs._special_tokens.items()
@@ -124,11 +127,11 @@ class Dataset:
 
 
 def validation_starts(n_tokens: int, T: int, eval_tokens: int = 0) -> np.ndarray:
-    """Where the sequences of T tokens begin that validate: all that n_tokens hold, or as many as
-    give eval_tokens, spread evenly, so that every text and tokenizer is judged on all its parts."""
+    """The first token of each sequence of T tokens that validates, (n,) int64: all that the split
+    has, or enough for eval_tokens, spread evenly, so that no part of a text is left out."""
     n_sequences = math.ceil((n_tokens - 1) / T)  # the last may be shorter
     n = min(n_sequences, math.ceil(eval_tokens / T)) if eval_tokens else n_sequences
-    return np.arange(n) * n_sequences // n * T
+    return np.arange(n, dtype=np.int64) * n_sequences // n * T
 
 
 def micro_batches(config, world_size: int) -> tuple[int, int]:

@@ -15,6 +15,11 @@ from safetensors import SafetensorError
 from gptling.cli import UserError
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a directory of this name is one, in the directory that it is made in."""
+    return Path(name).name == name and name.strip(".") != "" and name.isprintable()
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what goes wrong while `path` is written into a UserError that names the path, and the
@@ -32,13 +37,6 @@ def writing(path: Path) -> Iterator[None]:
         if hidden or "No space left" in reason or "not enough space" in reason:
             reason = f"the disk is full: {megabytes:,.1f} MB are left on it"
         raise UserError(f"{path}: cannot be written: {reason}") from error
-
-
-def in_words(error: Exception) -> str:
-    """What an error of Python's says to somebody who does not know Python."""
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def sync(path: Path):

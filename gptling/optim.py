@@ -19,7 +19,7 @@ class Muon(torch.optim.Optimizer):
     A parameter of three dimensions is a stack of matrices. One with an attribute `matrices`, a list
     of numbers of rows, is so many matrices on top of each other, as queries, keys and values are
     (as one matrix they take a few in a hundred steps more). One without a gradient is left out.
-    Sharded ones are gathered for it, one after another: an update needs whole matrices."""
+    Of sharded ones each process gathers the whole, weights and updates of all at once."""
 
     def __init__(self, params, dtype: torch.dtype, lr=0.02, momentum=0.95, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -111,7 +111,9 @@ def load_states(optimizers: list[torch.optim.Optimizer], scaler, state: dict[str
             if state["progress"].overflows < state["progress"].step:  # it has had a step
                 load_state(optimizer, saved)
     except ValueError as error:
-        raise UserError(f"training_state.pt does not fit: {error}; use --overwrite") from None
+        raise UserError(
+            f"training_state.pt does not fit: {error}; take another --out_dir"
+        ) from None
     if scaler.is_enabled() and state["scaler"]:  # it is empty where the dtype was another
         scaler.load_state_dict(state["scaler"])
 

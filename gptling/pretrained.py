@@ -1,6 +1,5 @@
 """Models and runs by name: the hub's GPT-2s, weights in shards, and what is refused."""
 
-import math
 import os
 import re
 import sys
@@ -11,9 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gptling import gpt2_format
-from gptling.checkpoints import best_checkpoint, list_checkpoints, validation_loss
-from gptling.cli import UserError, optional_package
-from gptling.files import in_words, read_json
+from gptling.checkpoints import best_checkpoint, list_checkpoints, read_metrics
+from gptling.cli import UserError, in_words, is_main, optional_package
+from gptling.files import read_json
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 
@@ -28,7 +27,7 @@ def find_checkpoint(path: str | Path) -> Path:
             raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
         path = max(runs, key=os.path.getmtime)
     path = Path(path).expanduser()
-    path = checkpoint_of(path) if list_checkpoints(path) else path
+    path = choose_checkpoint(path) if list_checkpoints(path) else path
     if re.fullmatch(HUB_NAMES, path.as_posix()) and not path.exists():
         return download(path.as_posix())
     if not (path / "config.json").is_file():
@@ -38,16 +37,16 @@ def find_checkpoint(path: str | Path) -> Path:
     return path
 
 
-def checkpoint_of(run: Path) -> Path:
-    """The checkpoint that the name of a run means, with a line that says so where it has others."""
+def choose_checkpoint(run: Path) -> Path:
+    """The checkpoint that the name of a run means; a line on standard error says which, where there
+    are others to take."""
     best, newest = best_checkpoint(run), list_checkpoints(run)[-1]
     if best == newest:
         return best
-    stopped = math.isinf(validation_loss(newest))
     taken, reason = best, f"has the lowest validation loss; the newest is {newest}"
-    if stopped:
-        taken, reason = newest, f"is where the run stopped; the lowest validation loss has {best}"
-    if os.environ.get("RANK", "0") == "0":
+    if (metrics := read_metrics(newest)) and "val_loss" not in metrics:
+        taken, reason = newest, f"is where the run stopped; {best} has the lowest validation loss"
+    if is_main():
         print(f"{taken} {reason}", file=sys.stderr)
     return taken
 
@@ -104,10 +103,11 @@ def take_sizes(config: Any, given: dict, model_class: type, source: Path):
     """Give train.py's configuration the sizes of the model in a checkpoint, but for what flags say
     of them; sequences may be shorter than the model allows. Raises UserError for longer ones."""
     stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
-    if "vocab_multiple" in given and stored["vocab_size"] % config.vocab_multiple:
-        has = f"{source} has a vocabulary of {stored['vocab_size']}"
-        raise UserError(f"--vocab_multiple={config.vocab_multiple}: {has}; leave the flag out")
-    config.vocab_multiple = given.get("vocab_multiple", 1)
+    if stored["vocab_size"] % config.vocab_multiple:
+        if "vocab_multiple" in given:
+            has = f"{source} has a vocabulary of {stored['vocab_size']}"
+            raise UserError(f"--vocab_multiple={config.vocab_multiple}: {has}; leave the flag out")
+        config.vocab_multiple = 1  # a preset's gives way, as its sizes do
     longest = stored["block_size"]
     if "block_size" not in given:
         config.block_size = longest if config.eval_only else min(config.block_size, longest)

@@ -36,15 +36,15 @@ class Processes:
         if self.world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others
             self._join()
-        # Whether this launch of torchrun has trained before it started the processes again.
-        trained = self.store is not None and self.store.check(["gptling/trained"])
-        self.restarted = self.all_reduce_max(int(trained)) > 0
+        # Whether an earlier start by this torchrun has done a step.
+        self.restarted = self.store is not None and self.store.check(["gptling/trained"])
 
     def _join(self):
         from torch.distributed.rendezvous import rendezvous  # not every PyTorch has it
 
         # Decisions travel between CPUs also where gradients do not, so that no GPU waits for them.
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        nccl = torch.cuda.is_available() and dist.is_nccl_available()
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         ranks = {"rank": self.rank, "world_size": self.world_size}
         try:
             self.store = next(rendezvous("env://"))[0]
@@ -56,17 +56,21 @@ class Processes:
             raise UserError(f"process {self.rank} cannot join: {reason}") from None
 
     def use_device(self, device: str) -> str:
-        """Compute there from now on, each process on a GPU of its own; returns which it is."""
+        """Choose the device, a GPU for each process; returns cpu, cuda or mps. Raises UserError."""
         self.device, gpus = pick_device(device), torch.cuda.device_count()
         if self.world_size > 1 and self.device != "cpu" and self.local_rank >= gpus:
             raise UserError(f"there are {gpus} CUDA GPUs: lower --nproc_per_node, or --device=cpu")
-        if self.device == "cuda":
-            torch.cuda.set_device(self.local_rank)
+        try:
+            if self.device == "cuda":
+                torch.cuda.set_device(self.local_rank)
+        except RuntimeError as error:  # a GPU in use
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"process {self.rank} has no GPU: {reason}") from None
         self.gpu = torch.cuda.get_device_name() if self.device == "cuda" else ""
         return self.device
 
-    def has_trained(self):
-        """What this launch goes on with, should torchrun start its processes again, is its own."""
+    def mark_trained(self):
+        """Tell later starts by the same torchrun that what lies in out_dir is theirs to resume."""
         if self.store is not None:
             self.store.set("gptling/trained", b"")
 

@@ -1,6 +1,7 @@
 """What a training shows: log.jsonl, lines or a bar, loss.png, TensorBoard, Weights & Biases."""
 
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -33,8 +34,8 @@ class Report:
         self.n_parameters = sum(p.numel() for p in model.parameters())
         sequences_per_step = config.batch_size * config.gradient_accumulation_steps
         self.tokens_per_step = sequences_per_step * config.block_size
-        self.last_time = self.session = time.perf_counter()
-        self.started = self.session - progress.seconds
+        self.last_time = self.session_start = time.perf_counter()
+        self.run_start = self.session_start - progress.seconds
         self.boards = open_boards(config, self.out_dir, step) if processes.is_main else []
         several = f", {processes.world_size} processes" * (processes.world_size > 1)
         resumed = f", from step {step}" * (step > 0)
@@ -51,8 +52,8 @@ class Report:
         self.bar = tqdm(**bar, disable=self.plain or not processes.is_main)
 
     def seconds(self) -> float:
-        """What the run has taken so far, earlier sessions up to their last checkpoint."""
-        return time.perf_counter() - self.started
+        """Seconds of the run so far, of earlier sessions up to their last checkpoint."""
+        return time.perf_counter() - self.run_start
 
     def log(self, **entry):
         """A line of log.jsonl, which the boards show too. Raises UserError for a full disk."""
@@ -114,7 +115,7 @@ class Report:
             command = "python" if self.processes.world_size == 1 else "torchrun ..."
             print(f"stopped at step {step}; next: {command} train.py --out_dir={out_dir} --resume")
         else:
-            seconds = time.perf_counter() - self.session
+            seconds = time.perf_counter() - self.session_start
             print(f"{seconds:.0f} s; next: python sample.py {out_dir}")
         if self.config.wandb and self.processes.is_main:
             sys.modules["wandb"].finish()
@@ -164,17 +165,19 @@ def open_boards(config, out_dir: Path, step: int) -> list[Callable]:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = out_dir / "tensorboard"
-        with writing(directory):  # what a resumed run had written after `step` is hidden
-            writer = SummaryWriter(directory, purge_step=step + 1)
+
+        @functools.cache
+        def writer():  # with the first entry: until then a run that is overwritten lies there
+            return SummaryWriter(directory, purge_step=step + 1)  # hides what comes after `step`
 
         def tensorboard(entry):
             with writing(directory):
                 for name, value in entry.items():
                     if name == "sample":
-                        writer.add_text(name, value.replace("\n", "\n\n"), entry["step"])
+                        writer().add_text(name, value.replace("\n", "\n\n"), entry["step"])
                     elif name != "step":
-                        writer.add_scalar(name, value, entry["step"])
-                writer.flush()
+                        writer().add_scalar(name, value, entry["step"])
+                writer().flush()
 
         boards.append(tensorboard)
     if config.curves and importlib.util.find_spec("matplotlib"):

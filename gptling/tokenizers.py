@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from gptling.cli import UserError, optional_package
-from gptling.files import in_words, read_json
+from gptling.cli import UserError, in_words, optional_package
+from gptling.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PIECE = 1 << 16  # characters that are drawn or left out together
@@ -111,22 +111,24 @@ def build_tokenizer(
     UserError."""
     if kind in TOKENIZERS:
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
-    if Path(kind).expanduser().is_dir():
+    files = ("tokenizer.json", "vocab.json", "checkpoint-*/metrics.json")
+    if any(any(Path(kind).expanduser().glob(name)) for name in files):
         tokenizer = load_tokenizer(kind)
         for text in () if has_all_bytes(tokenizer) else texts:
             if (character := unknown_character(tokenizer, text)) is not None:
                 i = text.index(character)
-                what = (
-                    f"{character!r} (U+{ord(character):04X}), in {text[max(0, i - 20) : i + 20]!r}"
-                )
-                raise UserError(f"the tokenizer of {kind} does not know the character {what}")
+                around = text[max(0, i - 20) : i + 20]
+                what = f"{character!r} (U+{ord(character):04X}), in {around!r}"
+                way_out = "leave it out, or take another tokenizer for a new model"
+                raise UserError(f"the tokenizer of {kind} does not have {what}: {way_out}")
         return tokenizer
     from gptling.pretrained import HUB_NAMES  # slow to import
 
     kind = "gpt2" if re.fullmatch(HUB_NAMES, kind) else kind  # they all have the same
     names = [*TOKENIZERS, *sorted(tiktoken.list_encoding_names())]
     if kind not in names:
-        raise UserError(f"unknown tokenizer {kind!r}: there are {', '.join(names)}")
+        there = f"{', '.join(names)}, and the directory of a run, a checkpoint or prepared data"
+        raise UserError(f"unknown tokenizer {kind!r}: there are {there}")
     try:
         return tiktoken.get_encoding(kind)
     except OSError as error:  # requests' errors are OSErrors
@@ -232,7 +234,7 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
     UserError where there is none, or one that is not a byte-level BPE or takes more memory than its
     size allows for."""
     path = Path(path).expanduser()
-    if not path.is_dir() or any(path.glob("checkpoint-*")):
+    if not path.is_dir() or any(path.glob("checkpoint-*/metrics.json")):
         from gptling.pretrained import find_checkpoint  # slow to import
 
         path = find_checkpoint(path)

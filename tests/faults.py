@@ -4,9 +4,9 @@
     python -m tests.faults loss.py optim.py  # those in these files
     python -m tests.faults --slow            # with the slow tests too
 
-Each is put into a copy of this directory, where the tests of that file run until one fails, on each
-core another. Faults that none noticed are printed at the end. Not for CI: to be run after the code
-or its tests changed.
+Each fault is put into a copy of the project, and the tests of that file run until one fails; as many
+at a time as there are cores. Faults that none noticed are printed at the end. Not for CI: to be run
+after the code or its tests changed.
 """
 
 import os
@@ -60,14 +60,18 @@ def read_faults() -> list[tuple[Path, str, str]]:
 def noticed_by(copies: queue.Queue, fault: tuple[Path, str, str], options: list[str]) -> str:
     """The first test in one of the copies that fails with this fault; "" if none does."""
     (file, old, new), copy = fault, copies.get()
-    right = (copy / file).read_text()
-    (copy / file).write_text(right.replace(old, new))
+    right = (copy / file).read_text(encoding="utf-8")
+    (copy / file).write_text(right.replace(old, new), encoding="utf-8")
     tests = [f"tests/test_{name}.py" for name in TESTS[file.name].split()]
     options = ["-n", "0", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *options]
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-    (copy / file).write_text(right)
-    copies.put(copy)
+    try:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=1800)
+    except subprocess.TimeoutExpired:
+        return "it runs for ever"
+    finally:
+        (copy / file).write_text(right, encoding="utf-8")
+        copies.put(copy)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return " ".join(failed[0].split()[:2]) if failed else "?" * (done.returncode not in (0, 5))
 
@@ -79,9 +83,8 @@ def main():
     copies, n = queue.Queue(), os.cpu_count() or 1
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(n) as threads:
         for i in range(n):
-            copies.put(Path(directory, f"gptling-{i}"))
             ignored = shutil.ignore_patterns("data", "out", ".git", "__pycache__")
-            shutil.copytree(ROOT, copies.queue[-1], ignore=ignored)
+            copies.put(shutil.copytree(ROOT, Path(directory, f"gptling-{i}"), ignore=ignored))
         found = threads.map(lambda fault: noticed_by(copies, fault, options), faults)
         for number, (fault, test) in enumerate(zip(faults, found, strict=True), start=1):
             print(f"{number}/{len(faults)} {fault[0]}: {fault[2].strip()!r:.70}: {test or 'NONE'}")

@@ -57,7 +57,8 @@ MISTAKES = [
     ("prepare.py cut.jsonl.gz", "cut.jsonl.gz"),
     ("prepare.py text.jsonl.gz", "text.jsonl.gz"),
     ("prepare.py missing.txt", "missing.txt", "no such file"),
-    ("prepare.py missing\x1b[31m\n.txt", r"missing\x1b[31m", "no such file"),
+    ("prepare.py missing\x1b[31m\n.txt", r"missing\x1b[31m", "--name", 2),
+    ("prepare.py missing\x1b[31m\n.txt --name=a", r"missing\x1b[31m", "no such file"),
     ("prepare.py pictures", "pictures", "no text in this folder"),
     ("made: prepare.py .", "no text in this folder"),
     (f"prepare.py {LONG}", LONG, "too long"),
@@ -79,6 +80,7 @@ MISTAKES = [
     # training
     ("train.py --dataset=nix", "data/nix", "prepare.py", "--dataset=mine"),
     ("train.py --dataset=../mine", "../mine", 2),
+    ("train.py --dataset=a\x1bb", r"a\x1bb", 2),
     ("train.py --learing_rate=1", "--learing_rate", "--learning_rate", 2),
     ("train.py --n_layer=two", "--n_layer", "'two'", 2),
     ("train.py --n_embd=30 --n_head=4", "30", "4", "divisible", 2),

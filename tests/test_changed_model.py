@@ -437,6 +437,25 @@ def test_a_parameter_that_init_weights_passes_over_is_named(train_changed):
     assert "init_weights" not in train_changed("RMSNorm", "--overwrite")[1]
 
 
+def test_a_mask_that_changes_in_a_run_ends_it_before_a_checkpoint(trained, tmp_path, monkeypatch):
+    shutil.copytree(trained / "data", tmp_path / "data")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
+
+    class Narrowing(GPT):
+        def forward(self, idx, targets=None, **options):
+            output = super().forward(idx, targets, **options)
+            for block in self.h:
+                block.attn.causal_mask[-1, 0] = False
+            return output
+
+    monkeypatch.setattr("train.GPT", Narrowing)
+    process = run_here("train.py", "--dataset=mine", *TINY, "--max_iters=3", cwd=tmp_path)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1 and "has changed" in error
+    assert not list((tmp_path / "out" / "mine").glob("*checkpoint*"))
+
+
 @pytest.mark.slow
 def test_what_makes_a_compiled_training_run_uncompiled_is_said(train_changed, monkeypatch):
     compiler = torch.compile

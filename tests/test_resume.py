@@ -254,7 +254,7 @@ def test_what_a_run_goes_on_from_stays_until_there_is_more(finished, monkeypatch
     """A crash in the first step after it, or in the next save, finds it under its name."""
     run = RunDirectory(finished / "out" / "mine", one_process())
     run.start(20, overwrite=False)
-    run.take_over(20, TrainConfig())
+    run.take_over(TrainConfig())
     run.lock.release()
     assert sorted(path.name for path in run.path.glob("*checkpoint-*")) == [
         "checkpoint-10",

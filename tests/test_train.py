@@ -307,6 +307,14 @@ def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
     assert bits == pytest.approx(total / math.log(2) / n_bytes, abs=1e-5)
 
 
+def test_a_few_sequences_of_a_long_split_are_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
+    write_data(tmp_path / "data" / "long", [1] * 50, np.zeros(3_500_000), tokenizer)
+    data = Dataset("long", 16, 40)
+    assert data.val_targets == data.val_bytes == 48 and data.val_starts[-1] > 2_000_000
+
+
 def test_some_sequences_judge_as_the_whole_split_does():
     """Text that is easy at first and hard later: the first tokens alone would be another text."""
     starts = validation_starts(100_001, 10, 1000)
