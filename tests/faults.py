@@ -4,7 +4,7 @@
     python -m tests.faults loss.py optim.py  # those in these files
     python -m tests.faults --slow            # with the slow tests too
 
-Each fault is put into a copy of the project, and the tests of that file run until one fails; as many
+Each fault is put into a copy of the project, and the tests of its file run until one fails; as many
 at a time as there are cores. Faults that none noticed are printed at the end. Not for CI: to be run
 after the code or its tests changed.
 """
