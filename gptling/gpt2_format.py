@@ -250,6 +250,7 @@ class SkipInit(TorchFunctionMode):
 
 def stored_sizes(model_class: type, stored: dict) -> dict:
     """The fields of the model's configuration that a config.json has, by our names."""
+    stored = {"bias": True} | stored  # GPT-2's own does not say so
     names = {f.name: HF_NAMES.get(f.name, f.name) for f in fields(model_class.config_class)}
     return {ours: stored[theirs] for ours, theirs in names.items() if theirs in stored}
 

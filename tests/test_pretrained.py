@@ -1,5 +1,6 @@
 """Checkpoints against Hugging Face's transformers, in both directions, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,13 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptling.cli import UserError
+from gptling import cli
+from gptling.cli import CONFIG, UserError
 from gptling.gpt2_format import load, save
-from gptling.pretrained import find_checkpoint, load_model
+from gptling.pretrained import find_checkpoint, load_model, take_sizes
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, output_of, run_script
 from tests.edits import edited_source
+from train import TrainConfig
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install -e '.[test]' brings transformers"
@@ -409,3 +412,13 @@ def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(trained, tmp_path)
         log = [json.loads(line) for line in log]
         losses = [entry["loss"] for entry in log if "loss" in entry] + [log[-1]["val_loss"]]
         assert losses == pytest.approx(expected[optimizer], abs=1e-4)
+
+
+def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path):
+    """GPT-2's config.json does not say that it has biases; the quick start has none."""
+    theirs = {"model_type": "gpt2", "n_positions": 32, "n_embd": 48, "n_layer": 3, "n_head": 3}
+    (tmp_path / "config.json").write_text(json.dumps(theirs | {"vocab_size": 77}))
+    config, given = cli.load(TrainConfig, "", ["--dropout=0.2"], CONFIG / "quickstart.toml")
+    take_sizes(config, given, GPT, tmp_path)
+    sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
+    assert GPTConfig(**sizes) == GPTConfig(32, 77, 3, 3, 48, dropout=0.2, bias=True)
