@@ -23,7 +23,7 @@ from pathlib import Path
 import tyro
 
 from gptling.cli import UserError, load, run
-from gptling.corpus import find_sources, read, source_id
+from gptling.corpus import check_sources, find_sources, read, source_id
 from gptling.files import is_plain_name, lock_directory, read_json, replace, writing
 from gptling.shards import CorpusPosition, TokenShards, encode_on_all_cores, split_documents
 from gptling.tokenizers import build_tokenizer, check_vocab_size, load_tokenizer, tokenizer_to_json
@@ -81,6 +81,7 @@ def prepare(config: PrepareConfig) -> Path:
 
         # ------------------------------------------------ documents, and how far they were read
         sources = find_sources(config.sources, downloads=directory)
+        check_sources(sources, target)
         wanted = [config.tokenizer, config.vocab_size, *map(source_id, sources)]
         progress = json.loads(progress_file.read_text()) if progress_file.exists() else {}
         if progress.get("wanted") != wanted or not output.exists():

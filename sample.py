@@ -173,7 +173,7 @@ def main():
         try:
             write_samples(model, tokenizer, [prompt], config)
         except (UserError, KeyboardInterrupt) as error:  # ends this text, not the conversation
-            print(error, file=sys.stderr)
+            print(error, file=sys.stderr if str(error) else sys.stdout)
 
 
 if __name__ == "__main__":

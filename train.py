@@ -99,7 +99,8 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
 
 
 # What makes a run another run, and so stays when it is resumed, as the sizes of the model do.
-FIXED = "init_from batch_size gradient_accumulation_steps block_size vocab_multiple optimizer seed"
+FIXED = {"init_from", "batch_size", "gradient_accumulation_steps", "optimizer", "seed"}
+FIXED |= {"block_size", "vocab_multiple", "bias"}  # the others would not fit the weights
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -181,7 +182,7 @@ def main():
         config.init_from = source = find_checkpoint(config.init_from)
         config.eval_tokens = given.get("eval_tokens", 0)  # the whole split, whatever a preset says
     else:  # explicit flags override what a resumed run had
-        config, source, state = run_directory.resume_or_begin(config, given, set(FIXED.split()))
+        config, source, state = run_directory.resume_or_begin(config, given, FIXED)
         if source is None and config.init_from != "scratch":
             source = find_checkpoint(config.init_from)
     if source:
@@ -233,8 +234,7 @@ def main():
     run_directory.start(progress.step, config.overwrite)
     report = Report(config, processes, progress, model, data.n_tokens, dtype)
 
-    def save(metrics):
-        """A checkpoint of now; every process gives its shards, the first one writes."""
+    def save(metrics):  # called by all processes: each gives its shards, the first one writes
         progress.loss_sum, progress.seconds = loss_sum.item(), report.seconds()
         progress.computed_in = f"{device}, {dtype}"
         full_model = processes.full_model(model, GPT)

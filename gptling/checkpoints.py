@@ -146,6 +146,9 @@ class RunDirectory:
         if not config.resume:
             if not config.overwrite:
                 self.refuse_another_run()
+            elif Path(config.init_from).absolute().is_relative_to(self.path.absolute()):
+                way_out = "give another --out_dir, or another --init_from"
+                raise UserError(f"--overwrite deletes {config.init_from}: {way_out}")
             return config, None, {}
         checkpoint, state = self.newest_state()
         given = given | {"out_dir": config.out_dir}
@@ -200,9 +203,9 @@ class RunDirectory:
                 if step == 0:
                     delete(path)  # and nothing else that may lie in the folder
                 elif step_of(path) > step:  # damaged: it would count as the newest
-                    aside = path.with_name(f"damaged-{path.name}")
-                    shutil.rmtree(aside, ignore_errors=True)
-                    path.rename(aside)
+                    set_aside(path)
+            if step == 0:
+                (self.path / "loss.png").unlink(missing_ok=True)
             cut_log(self.path / "log.jsonl", step)
         with writing(self.path / "config.toml"):
             replace(self.path / "config.toml", as_preset(config).encode())
@@ -236,6 +239,8 @@ class RunDirectory:
                 (temporary / "checksums.json").write_text(sums, encoding="utf-8")
                 for path in [*temporary.iterdir(), temporary]:
                     sync(path)  # all is on the disk before the rename makes it visible
+                if final.exists():  # without metrics.json
+                    set_aside(final)
                 temporary.rename(final)
                 sync(self.path)
         finally:
@@ -264,6 +269,12 @@ def check_masks(model: torch.nn.Module):
             raise UserError(f"{words}: let has_plain_mask() return False")
 
 
+def set_aside(checkpoint: Path):
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+
+
 def delete(checkpoint: Path):
     """Take a checkpoint away at once, then delete its files."""
     hidden = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleting"))
@@ -272,6 +283,10 @@ def delete(checkpoint: Path):
 
 def cut_log(file: Path, step: int):
     """Drop what the log has after `step`, which will be done again, and what a crash cut off."""
+
+    def belongs(line):
+        with suppress(ValueError, LookupError, TypeError):  # a line of another program's
+            return line.endswith(b"\n") and json.loads(line)["step"] <= step
+
     lines = file.read_bytes().splitlines(keepends=True) if step and file.exists() else []
-    whole = [line for line in lines if line.endswith(b"\n")]
-    replace(file, b"".join(line for line in whole if json.loads(line)["step"] <= step))
+    replace(file, b"".join(filter(belongs, lines)))

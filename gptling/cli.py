@@ -75,6 +75,8 @@ def run(main: Callable[[], int | None]):
         if re.search("InvalidCxxCompiler|CppCompileError|C compiler|working triton", words):
             reason = words.strip().partition("\n")[0]
             _fail(f"--compile: {reason}; install a compiler, or give --compile=False")
+        if "home directory" in words:  # of ~SOMEBODY
+            _fail(f"{words} Give another path.")
         if re.search("Connection (closed|reset) by peer", words):
             _fail("another of the processes has ended; see what it wrote")
         raise

@@ -60,6 +60,13 @@ def find_sources(names: Sequence[str], downloads: Path) -> list[Source]:
     return found
 
 
+def check_sources(sources: Sequence[Source], target: Path):
+    """Raises UserError for a file in the directory that is to be replaced."""
+    for source in sources:
+        if isinstance(source, Path) and target.resolve() in source.resolve().parents:
+            raise UserError(f"{source} lies in {target}, which is replaced: give another --name")
+
+
 def source_id(source: Source) -> list:
     """What tells that a source has changed. Raises OSError for a file that is missing."""
     if isinstance(source, Stream):

@@ -74,9 +74,7 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
-            others = [p.as_posix() for p in list_checkpoints(path.parent) if p != path]
-            way_out = f"; the run has others: {', '.join(others)}" if others else ""
-            raise UserError(f"{file}: cannot be read: {error}{way_out}") from None
+            raise UserError(f"{file}: cannot be read: {error}{other_checkpoints(path)}") from None
     try:
         return gpt2_format.load(model_class, path, tensors, allow_changed, **changes)
     except (
@@ -117,6 +115,12 @@ def take_sizes(config: Any, given: dict, model_class: type, source: Path):
         setattr(config, name, stored[name])
 
 
+def other_checkpoints(path: Path) -> str:
+    """Where a run has others than this one, the end of a sentence that names them."""
+    others = [other.as_posix() for other in list_checkpoints(path.parent) if other != path]
+    return f"; the run has others: {', '.join(others)}" if others else ""
+
+
 def weight_files(path: Path) -> list[Path]:
     """model.safetensors, or the shards that an index names. Raises UserError where neither is."""
     index = path / "model.safetensors.index.json"
@@ -127,7 +131,7 @@ def weight_files(path: Path) -> list[Path]:
         load = f"transformers.GPT2LMHeadModel.from_pretrained({str(path)!r})"
         raise UserError(f"{pickle}; if you trust it: {load}.save_pretrained({str(path)!r})")
     if not index.is_file():
-        raise UserError(f"{path}: no model.safetensors in it")
+        raise UserError(f"{path}: no model.safetensors in it{other_checkpoints(path)}")
     names = read_json(index).get("weight_map")
     names = set(names.values()) if isinstance(names, dict) else {""}
     if not all(isinstance(name, str) and name and Path(name).name == name for name in names):

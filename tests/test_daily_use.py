@@ -122,9 +122,16 @@ def test_directories_of_data_that_hold_none_are_told_apart(here):
     (here / "data/notes").mkdir()
     (here / "data/notes/a.txt").write_text("mine")
     process = run_here("train.py", "--dataset=notes", *TINY, cwd=here)
-    one_line(process, "data/notes has no meta.json", "--name=notes", "--overwrite")
+    one_line(process, "data/notes has no meta.json", "another --name")
     process = run_here("prepare.py", "mine.txt", "--name=notes", cwd=here)
     one_line(process, "data/notes is there", "--overwrite")
+    process = run_here("prepare.py", "data/notes", "--overwrite", cwd=here)
+    one_line(process, "data/notes/a.txt lies in data/notes", "another --name")
+    assert (here / "data/notes/a.txt").read_text() == "mine"
+    (here / "data/quickstart").rename(here / "away")
+    (here / "data/notes").rename(here / "data/quickstart")
+    process = run_here("train.py", *TINY, "--out_dir=out/other", cwd=here)
+    one_line(process, "data/quickstart has no meta.json", "another --name")
 
 
 @pytest.mark.parametrize("characters", [1, 10, 19])
@@ -172,6 +179,26 @@ def test_what_cannot_change_is_refused(here):
     assert after == before.replace("max_iters = 2", "max_iters = 4")
 
 
+def test_a_model_with_biases_is_another(here):
+    """The state of its optimizers would be that of other parameters, which ended in a crash."""
+    resume = ["--out_dir=out/mine", "--resume", "--max_iters=22"]
+    bias = tomllib.loads((here / "out/mine/config.toml").read_text())["bias"]
+    one_line(run_script("train.py", *resume, f"--bias={not bias}", cwd=here), f"--bias={not bias}")
+
+
+def test_what_others_have_put_into_a_run_is_no_hindrance(here):
+    """A folder that is called like a checkpoint, and lines in the log."""
+    run = here / "out/mine"
+    (run / "checkpoint-22").mkdir()
+    (run / "checkpoint-22" / "config.json").write_text("{}")
+    with (run / "log.jsonl").open("a") as file:
+        file.write('\n{"note": "mine"}\n[1]\n{"step": 20, "cut')
+    output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=22", cwd=here)
+    assert (run / "damaged-checkpoint-22/config.json").exists()
+    assert list_checkpoints(run)[-1].name == "checkpoint-22"
+    assert [entry["step"] for entry in log_of(run)] == sorted(e["step"] for e in log_of(run))
+
+
 def test_losses_over_other_tokens_are_not_compared(tmp_path):
     """A few tokens that happen to be easy are not the best of a run; of an old run without a number
     the losses are taken as they are."""
@@ -212,7 +239,9 @@ def test_auto_is_chosen_anew_on_another_machine_and_said(here, monkeypatch, sign
     assert b"cpu, bfloat16, from step 23\n" in process.stdout
 
 
-@pytest.mark.parametrize("error", ["no wandb", "other tokenizer", "a loss that is not finite"])
+@pytest.mark.parametrize(
+    "error", ["no wandb", "other tokenizer", "a loss that is not finite", "what it trains on"]
+)
 def test_the_old_run_stays_until_the_new_one_has_done_a_step(error, here, monkeypatch, signals):
     """Whatever the start fails by."""
     run = here / "out/mine"
@@ -221,10 +250,13 @@ def test_the_old_run_stays_until_the_new_one_has_done_a_step(error, here, monkey
     if error == "no wandb":
         monkeypatch.setitem(sys.modules, "wandb", None)
         flags += ["--wandb"]
+    elif error == "what it trains on":
+        flags += ["--init_from=out/mine/checkpoint-20"]
     elif error == "other tokenizer":
         (here / "other.txt").write_text("something else, of other letters; " * 100)
         output_of("prepare.py", "other.txt", cwd=here)
-        flags += ["--init_from=out/mine", "--dataset=other", "--out_dir=out/mine"]
+        shutil.copytree(run, here / "out/start")
+        flags += ["--init_from=out/start", "--dataset=other", "--out_dir=out/mine"]
     else:
         pytest.importorskip("tensorboard", reason="TensorBoard's files: pip install tensorboard")
         flags += ["--curves=True"]
@@ -284,6 +316,9 @@ def test_weights_that_are_damaged_name_the_others_of_the_run(here):
     process = run_here("sample.py", "out/mine", cwd=here)
     error = one_line(process, "checkpoint-20/model.safetensors", "out/mine/checkpoint-10")
     other = error.split("others: ")[1].strip()
+    (here / "out/mine/checkpoint-20/model.safetensors").unlink()
+    one_line(run_here("sample.py", "out/mine", cwd=here), "no model.safetensors", other)
+    one_line(run_here("sample.py", "~nobody-at-all/x", cwd=here), "home directory")
     assert output_of("sample.py", other, "--max_new_tokens=5", cwd=here)
 
 
