@@ -36,7 +36,7 @@ TESTS = {  # of a file: those that guard its promises, the likeliest first
     "cli.py": "cli daily_use bad_input",
     "dataset.py": "train daily_use prepare processes hostile",
     "shards.py": "prepare corpora",
-    "corpus.py": "corpora prepare bad_input",
+    "corpus.py": "corpora prepare bad_input daily_use",
     "tokenizers.py": "tokenizers daily_use prepare ecosystem hostile",
     "streaming.py": "sample",
     "files.py": "files daily_use hostile",

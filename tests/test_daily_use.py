@@ -59,12 +59,17 @@ def test_text_with_a_token_that_the_model_lacks_is_refused_with_the_way_out(tmp_
         (tmp_path / name).write_text(TEXT)
     output_of("prepare.py", "a.txt", "--tokenizer=byte", cwd=tmp_path)
     output_of("prepare.py", "a.txt", "b.txt", "--tokenizer=byte", "--name=both", cwd=tmp_path)
+    output_of("prepare.py", "b.txt", "--tokenizer=byte", cwd=tmp_path)
     output_of("train.py", "--dataset=a", *TINY, "--max_iters=2", cwd=tmp_path)
     for command in ("--eval_only --init_from=out/a", "--init_from=out/a --out_dir=out/new"):
         flags = [*TINY, "--max_iters=2", *command.split()]
         process = run_here("train.py", "--dataset=both", *flags, cwd=tmp_path)
         way_out = "prepare that text with --tokenizer=out/a/checkpoint-2"
         one_line(process, "another tokenizer", "data/both", way_out)
+    padded = ["--vocab_multiple=128", "--out_dir=out/padded", "--max_iters=2"]  # has room for it
+    output_of("train.py", "--dataset=b", *TINY, *padded, cwd=tmp_path)
+    flags = ["--eval_only", "--init_from=out/padded", "--dataset=both"]
+    one_line(run_here("train.py", *flags, cwd=tmp_path), "another tokenizer")
     more = ["--tokenizer=out/a/checkpoint-2", "--overwrite", "--name=both"]
     output_of("prepare.py", "a.txt", "b.txt", *more, cwd=tmp_path)
     flags = ["--eval_only", "--init_from=out/a", "--dataset=both"]
@@ -88,7 +93,8 @@ def test_other_text_is_prepared_with_the_characters_of_a_run(here):
 def test_a_tokenizer_is_named_by_a_run_a_checkpoint_or_a_hub_name(here, gpt2_encoding, monkeypatch):
     monkeypatch.chdir(here)
     expected = load_tokenizer(here / "data/mine")._mergeable_ranks
-    for name in ("out/mine", "out/mine/checkpoint-20", "data/mine"):
+    monkeypatch.setenv("HOME", str(here))
+    for name in ("out/mine", "out/mine/checkpoint-20", "data/mine", "~/out/mine"):
         assert load_tokenizer(name)._mergeable_ranks == expected
         assert build_tokenizer(name, [TEXT])._mergeable_ranks == expected
     for name in ("gpt2", "openai-community/gpt2", "distilgpt2", "gpt2-xl"):
@@ -355,8 +361,8 @@ def test_the_log_has_seconds_since_the_start_and_text_as_it_is(tmp_path):
     seconds = [entry["seconds"] for entry in log_of(run)]
     assert len(seconds) > len(first) and seconds == sorted(seconds) and 0 < seconds[0] < 60
     assert "\\u" not in (run / "log.jsonl").read_text("utf-8")
-    evaluations = [entry for entry in first if "val_loss" in entry]
-    assert all(entry["val_tokens"] > 100 for entry in evaluations)
+    n = json.loads((tmp_path / "data/grüße/meta.json").read_text())["val"]["tokens"]
+    assert {entry["val_tokens"] for entry in first if "val_loss" in entry} == {n - 1}
 
 
 # ---------------------------------------------------------------- the command line

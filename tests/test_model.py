@@ -278,6 +278,15 @@ def test_a_mask_that_is_not_bool_is_refused():
             call(idx, padding_mask=torch.ones(1, 4))
 
 
+@pytest.mark.parametrize("C", [192, 768])
+def test_linear_layers_of_any_width_begin_with_the_gain_of_gpt2s(C):
+    """0.02 at its width of 768."""
+    torch.manual_seed(0)
+    block = GPT(GPTConfig(8, 50, 1, 4, C)).h[0]
+    for weight in (block.attn.c_attn.weight, block.mlp.c_fc.weight):
+        assert weight.std().item() == pytest.approx(0.02 * (768 / C) ** 0.5, rel=0.02)
+
+
 def test_initialisation_keeps_the_residual_stream_at_any_depth():
     """What the blocks add, in all: it would grow with the square root of their number."""
     added = {}

@@ -141,6 +141,9 @@ def test_two_processes_give_the_weights_of_one(here):
     assert largest_difference(one, two) < 1e-12
     for ours, others in zip(losses(here / "out/one"), losses(here / "out/two"), strict=True):
         assert ours == pytest.approx(others, abs=1e-12)
+    entry = json.loads((here / "out/two/log.jsonl").read_text().splitlines()[0])
+    tokens = entry["tokens_per_s"] * entry["ms"] / 1000  # of all processes
+    assert tokens == pytest.approx(2 * 2 * 16, rel=1e-6)
 
 
 @pytest.mark.slow

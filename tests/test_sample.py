@@ -100,6 +100,8 @@ def test_text_ends_before_a_stop_text(trained):
     stop = whole[20:23]
     text = output_of("sample.py", *common, "--stop", stop, "--stop=XYZ", cwd=trained)
     assert text == whole[: 8 + whole[8:].index(stop)] + "\n"
+    line = output_of("sample.py", *common, "--stop", r"\n", cwd=trained)
+    assert line == whole[: 8 + whole[8:].index("\n")] + "\n"
 
 
 def test_output_is_valid_utf8_whatever_the_locale(byte_model):

@@ -539,7 +539,8 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(trained, tmp_path):
 
 
 def test_a_model_of_another_tokenizer_is_refused(trained, tmp_path):
-    (tmp_path / "other.txt").write_text("".join(chr(ord("A") + i % 23) for i in range(3000)))
+    n = json.loads((trained / "data/mine/meta.json").read_text())["vocab_size"]  # as many others
+    (tmp_path / "other.txt").write_text("".join(chr(ord("А") + i % n) for i in range(3000)))
     output_of("prepare.py", "other.txt", cwd=tmp_path)
     start = trained / "out" / "mine" / "checkpoint-20"
     arguments = ["--dataset=other", f"--init_from={start}"]
