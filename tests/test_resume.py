@@ -178,7 +178,8 @@ def test_a_crash_in_evaluation_and_then_a_full_disk_lose_nothing(here):
     error = process.stderr.decode()
     assert process.returncode == 1 and error.count("\n") == 1
     assert "checkpoint-20: cannot be written" in error and "File too large" in error
-    assert {path.name for path in run.iterdir()} == {"checkpoint-10", "log.jsonl", ".lock"}
+    names = {"checkpoint-10", "log.jsonl", "config.toml", ".lock"}
+    assert {path.name for path in run.iterdir()} == names
 
     output_of("train.py", *resume, cwd=here)
     assert_equal_runs(here / "out" / "whole", run, 30)
