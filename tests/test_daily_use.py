@@ -66,7 +66,7 @@ def test_text_with_a_token_that_the_model_lacks_is_refused_with_the_way_out(tmp_
         process = run_here("train.py", "--dataset=both", *flags, cwd=tmp_path)
         way_out = "prepare that text with --tokenizer=out/a/checkpoint-2"
         one_line(process, "another tokenizer", "data/both", way_out)
-    padded = ["--vocab_multiple=128", "--out_dir=out/padded", "--max_iters=2"]  # has room for it
+    padded = ["--vocab_multiple=300", "--out_dir=out/padded", "--max_iters=2"]  # has room for it
     output_of("train.py", "--dataset=b", *TINY, *padded, cwd=tmp_path)
     flags = ["--eval_only", "--init_from=out/padded", "--dataset=both"]
     one_line(run_here("train.py", *flags, cwd=tmp_path), "another tokenizer")
@@ -175,7 +175,7 @@ def test_what_cannot_change_is_refused(here):
     output_of("train.py", *flags, cwd=here)  # a preset's gives way, as its sizes do
     config = tomllib.loads((here / "out/new/config.toml").read_text())
     assert (config["vocab_multiple"], config["n_embd"]) == (1, 16)
-    padded = ["--vocab_multiple=128", "--out_dir=out/padded", "--max_iters=2", "--n_layer=1"]
+    padded = ["--vocab_multiple=300", "--out_dir=out/padded", "--max_iters=2", "--n_layer=1"]
     output_of("train.py", "--dataset=mine", *padded, cwd=here)
     before = (here / "out/padded/config.toml").read_text()
     for n in (3, 4):
