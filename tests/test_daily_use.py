@@ -175,7 +175,7 @@ def test_what_cannot_change_is_refused(here):
     output_of("train.py", *flags, cwd=here)  # a preset's gives way, as its sizes do
     config = tomllib.loads((here / "out/new/config.toml").read_text())
     assert (config["vocab_multiple"], config["n_embd"]) == (1, 16)
-    padded = ["--vocab_multiple=300", "--out_dir=out/padded", "--max_iters=2", "--n_layer=1"]
+    padded = ["--vocab_multiple=128", "--out_dir=out/padded", "--max_iters=2", "--n_layer=1"]
     output_of("train.py", "--dataset=mine", *padded, cwd=here)
     before = (here / "out/padded/config.toml").read_text()
     for n in (3, 4):
