@@ -100,7 +100,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
 
 # What makes a run another run, and so stays when it is resumed, as the sizes of the model do.
 FIXED = {"init_from", "batch_size", "gradient_accumulation_steps", "optimizer", "seed"}
-FIXED |= {"block_size", "vocab_multiple", "bias"}  # the others would not fit the weights
+FIXED |= {"block_size", "vocab_multiple", "bias"}  # loading refuses the other sizes itself
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -236,7 +236,7 @@ def main():
 
     def save(metrics):  # called by all processes: each gives its shards, the first one writes
         progress.loss_sum, progress.seconds = loss_sum.item(), report.seconds()
-        progress.computed_in = f"{device}, {dtype}"
+        progress.computed_in = report.computed_in
         full_model = processes.full_model(model, GPT)
         run_directory.save(metrics, full_model, optimizers, scaler, progress, config, data)
 

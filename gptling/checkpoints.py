@@ -58,7 +58,9 @@ def read_metrics(checkpoint: Path) -> dict[str, Any]:
     and nothing where it is damaged."""
     with suppress(UserError, LookupError, TypeError, ValueError):
         metrics = read_json(checkpoint / "metrics.json")
-        return metrics | {key: float(metrics[key]) for key in metrics if key == "val_loss"}
+        if "val_loss" in metrics:
+            metrics["val_loss"] = float(metrics["val_loss"])
+        return metrics
     return {}
 
 
@@ -68,8 +70,8 @@ def best_checkpoint(run: str | Path) -> Path | None:
     newest_first = list_checkpoints(run)[::-1]
     metrics = {checkpoint: read_metrics(checkpoint) for checkpoint in newest_first}
     evaluated = [checkpoint for checkpoint in newest_first if "val_loss" in metrics[checkpoint]]
-    tokens = [metrics[checkpoint].get("val_tokens") for checkpoint in evaluated]
-    same = [c for c, n in zip(evaluated, tokens, strict=True) if n in (None, tokens[0])]
+    newest = metrics[evaluated[0]].get("val_tokens") if evaluated else None
+    same = [c for c in evaluated if metrics[c].get("val_tokens") in (None, newest)]
     return min(
         same or newest_first, key=lambda c: metrics[c].get("val_loss", math.inf), default=None
     )

@@ -53,12 +53,12 @@ class Dataset:
             found = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
             near = difflib.get_close_matches(name, found) or found[:3]
             there = "".join(f", or take --dataset={shlex.quote(other)}" for other in near)
-            make = (
-                f"is not there: make it with python prepare.py YOUR.txt --name={shlex.quote(name)}"
-            )
             if directory.exists():
-                make = "has no meta.json: prepare YOUR.txt with another --name"
-            raise UserError(f"{directory} {make}{there}")
+                what = "has no meta.json: prepare YOUR.txt with another --name"
+            else:
+                command = f"python prepare.py YOUR.txt --name={shlex.quote(name)}"
+                what = f"is not there: make it with {command}"
+            raise UserError(f"{directory} {what}{there}")
         self.fingerprint = read_meta(directory)["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ def find_checkpoint(path: str | Path) -> Path:
             raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
         path = max(runs, key=os.path.getmtime)
     path = Path(path).expanduser()
-    path = choose_checkpoint(path) if list_checkpoints(path) else path
+    path = choose_checkpoint(path) or path
     if re.fullmatch(HUB_NAMES, path.as_posix()) and not path.exists():
         return download(path.as_posix())
     if not (path / "config.json").is_file():
@@ -37,10 +37,10 @@ def find_checkpoint(path: str | Path) -> Path:
     return path
 
 
-def choose_checkpoint(run: Path) -> Path:
-    """The checkpoint that the name of a run means; a line on standard error says which, where there
-    are others to take."""
-    best, newest = best_checkpoint(run), list_checkpoints(run)[-1]
+def choose_checkpoint(run: Path) -> Path | None:
+    """The checkpoint that the name of a run means, None for no run; a line on standard error says
+    which, where there are others to take."""
+    best, newest = best_checkpoint(run), next(reversed(list_checkpoints(run)), None)
     if best == newest:
         return best
     taken, reason = best, f"has the lowest validation loss; the newest is {newest}"

@@ -39,11 +39,12 @@ class Report:
         self.boards = open_boards(config, self.out_dir, step) if processes.is_main else []
         several = f", {processes.world_size} processes" * (processes.world_size > 1)
         resumed = f", from step {step}" * (step > 0)
-        here, before = f"{processes.device}, {dtype}", progress.computed_in
-        resumed += f" (before that {before})" if before not in ("", here) else ""
+        self.computed_in, before = f"{processes.device}, {dtype}", progress.computed_in
+        resumed += f" (before that {before})" if before not in ("", self.computed_in) else ""
         print(
             f"{self.n_parameters:,} parameters, {self.tokens_per_step:,} tokens a step, "
-            f"{config.max_iters:,} steps on {n_tokens:,} tokens; {here}{several}{resumed}",
+            f"{config.max_iters:,} steps on {n_tokens:,} tokens; "
+            f"{self.computed_in}{several}{resumed}",
             flush=True,
         )
         self.plain = not sys.stderr.isatty()  # lines instead of a bar

@@ -111,8 +111,8 @@ def build_tokenizer(
     UserError."""
     if kind in TOKENIZERS:
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
-    files = ("tokenizer.json", "vocab.json", "checkpoint-*/metrics.json")
-    if any(any(Path(kind).expanduser().glob(name)) for name in files):
+    path = Path(kind).expanduser()
+    if any((path / name).is_file() for name in ("tokenizer.json", "vocab.json")) or is_run(path):
         tokenizer = load_tokenizer(kind)
         for text in () if has_all_bytes(tokenizer) else texts:
             if (character := unknown_character(tokenizer, text)) is not None:
@@ -228,13 +228,17 @@ def _last_parts(ranks, token):
     return parts
 
 
+def is_run(path: Path) -> bool:  # as list_checkpoints says, without its import of PyTorch
+    return any(path.glob("checkpoint-*/metrics.json"))
+
+
 def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
     """The tokenizer of a data or checkpoint directory, a run, or a GPT-2 of the hub; GPT-2's own
     tokenizer.json is read too, and its vocab.json with merges.txt where that is missing. Raises
     UserError where there is none, or one that is not a byte-level BPE or takes more memory than its
     size allows for."""
     path = Path(path).expanduser()
-    if not path.is_dir() or any(path.glob("checkpoint-*/metrics.json")):
+    if not path.is_dir() or is_run(path):
         from gptling.pretrained import find_checkpoint  # slow to import
 
         path = find_checkpoint(path)

@@ -95,6 +95,13 @@ def forks():
     )
 
 
+@pytest.fixture
+def train_here(monkeypatch):
+    """Lets run_here train: signals and the memory of the tests' own process stay as they are."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
+
+
 def one_process():
     """The processes of a run in this one alone, on a CPU."""
     from gptling.processes import Processes  # pytest's first process runs no test

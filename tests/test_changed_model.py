@@ -392,11 +392,9 @@ def test_a_shared_block_is_recomputed_once_for_each_time_that_it_runs():
 
 
 @pytest.fixture
-def train_changed(trained, tmp_path, monkeypatch):
+def train_changed(trained, tmp_path, monkeypatch, train_here):
     """train.py in this process, with the model that an edit makes; returns its log."""
     shutil.copytree(trained / "data", tmp_path / "data")
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
 
     def run(name, *flags):
         monkeypatch.setattr("train.GPT", edited_module(name).GPT)
@@ -437,10 +435,10 @@ def test_a_parameter_that_init_weights_passes_over_is_named(train_changed):
     assert "init_weights" not in train_changed("RMSNorm", "--overwrite")[1]
 
 
-def test_a_mask_that_changes_in_a_run_ends_it_before_a_checkpoint(trained, tmp_path, monkeypatch):
+def test_a_mask_that_changes_in_a_run_ends_it_before_a_checkpoint(
+    trained, tmp_path, monkeypatch, train_here
+):
     shutil.copytree(trained / "data", tmp_path / "data")
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
 
     class Narrowing(GPT):
         def forward(self, idx, targets=None, **options):

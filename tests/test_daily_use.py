@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-import signal
 import sys
 import tomllib
 from dataclasses import asdict, fields
@@ -28,15 +27,6 @@ def here(trained, tmp_path):
     """A directory with data/mine and the run out/mine."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
-
-
-@pytest.fixture
-def signals():
-    """Training in this process leaves signals as they were."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def one_line(process, *words):
@@ -224,7 +214,7 @@ def test_losses_over_other_tokens_are_not_compared(tmp_path):
     assert best_checkpoint(tmp_path).name == "checkpoint-10"
 
 
-def test_auto_is_chosen_anew_on_another_machine_and_said(here, monkeypatch, signals):
+def test_auto_is_chosen_anew_on_another_machine_and_said(here, monkeypatch, train_here):
     """What was given stays: another dtype, another device."""
     state = load_training_state(here / "out/mine/checkpoint-20")
     assert (state["config"]["device"], state["config"]["dtype"]) == ("auto", "float32")
@@ -248,7 +238,7 @@ def test_auto_is_chosen_anew_on_another_machine_and_said(here, monkeypatch, sign
 @pytest.mark.parametrize(
     "error", ["no wandb", "other tokenizer", "a loss that is not finite", "what it trains on"]
 )
-def test_the_old_run_stays_until_the_new_one_has_done_a_step(error, here, monkeypatch, signals):
+def test_the_old_run_stays_until_the_new_one_has_done_a_step(error, here, monkeypatch, train_here):
     """Whatever the start fails by."""
     run = here / "out/mine"
     before = {path: path.read_bytes() for path in run.rglob("*.*t*") if path.is_file()}
@@ -272,7 +262,7 @@ def test_the_old_run_stays_until_the_new_one_has_done_a_step(error, here, monkey
     assert before == {path: path.read_bytes() for path in run.rglob("*.*t*") if path.is_file()}
 
 
-def test_the_old_run_is_gone_once_the_new_one_has_done_a_step(here, monkeypatch, signals):
+def test_the_old_run_is_gone_once_the_new_one_has_done_a_step(here, monkeypatch, train_here):
     """With its log, before anything of the new one is written; a crash leaves no mixture."""
 
     def crash(*arguments):

@@ -392,11 +392,9 @@ def test_output_without_a_terminal_is_plain_lines(trained, tmp_path):
 
 
 def test_accumulation_logs_the_loss_and_norm_of_the_whole_batch_and_no_clipping_changes_nothing(
-    trained, tmp_path, monkeypatch
+    trained, tmp_path, train_here
 ):
     """--grad_clip=0 is what a huge one is; a speed counts all micro-batches."""
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
     copy_data(trained, tmp_path)
     logs = []
     for batch, steps, clip in ((8, 1, 0), (2, 4, 0), (8, 1, 1e9)):
@@ -449,10 +447,10 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(trained, tmp_p
         assert entry["muon_lr"] == pytest.approx(4 * entry["lr"])
 
 
-def test_the_time_of_an_evaluation_is_not_that_of_a_step(trained, tmp_path, monkeypatch):
+def test_the_time_of_an_evaluation_is_not_that_of_a_step(
+    trained, tmp_path, monkeypatch, train_here
+):
     copy_data(trained, tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own process
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
     monkeypatch.setattr("train.evaluate", lambda *_: time.sleep(0.5) or (2.0, 3.0))
     flags = ["--dataset=mine", *TINY, "--eval_interval=5", "--log_interval=3"]
     process = run_here("train.py", *flags, cwd=tmp_path)
@@ -462,11 +460,9 @@ def test_the_time_of_an_evaluation_is_not_that_of_a_step(trained, tmp_path, monk
 
 
 def test_an_evaluation_that_is_not_finite_ends_the_run_before_it_is_saved(
-    trained, tmp_path, monkeypatch
+    trained, tmp_path, monkeypatch, train_here
 ):
     copy_data(trained, tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own process
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
     monkeypatch.setattr("train.evaluate", lambda *_: (math.nan, math.nan))
     process = run_here("train.py", "--dataset=mine", *TINY, cwd=tmp_path)
     error = process.stderr.decode()
@@ -474,11 +470,11 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_before_it_is_saved(
     assert list_checkpoints(tmp_path / "out" / "mine") == []
 
 
-def test_a_step_behind_an_overflow_has_its_own_gradients_alone(trained, tmp_path, monkeypatch):
+def test_a_step_behind_an_overflow_has_its_own_gradients_alone(
+    trained, tmp_path, monkeypatch, train_here
+):
     """What is infinite in one step is not added to the next one's."""
     copy_data(trained, tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own process
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
     seen, unscale = [], torch.amp.GradScaler.unscale_
 
     def watched(scaler, optimizer):
@@ -559,10 +555,10 @@ def test_mixed_precision_trains_to_about_the_same_loss(trained, tmp_path, dtype)
 
 
 @pytest.mark.parametrize("one", ["AdamW", "Muon"])
-def test_an_overflow_in_one_optimizer_alone_skips_both(trained, tmp_path, monkeypatch, one):
+def test_an_overflow_in_one_optimizer_alone_skips_both(
+    trained, tmp_path, monkeypatch, one, train_here
+):
     copy_data(trained, tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # the tests' own process
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
     unscale = torch.amp.GradScaler.unscale_
 
     def overflowing(scaler, optimizer):
@@ -734,9 +730,9 @@ def test_tiny_shakespeare_is_prepared_as_published(tmp_path):
     assert (meta["characters"], meta["vocab_size"]) == (1_115_394, 65)
     assert meta["val"]["tokens"] == 111_539
     preset = ROOT / "config" / "shakespeare_char_cpu.toml"
-    output_of("train.py", preset, "--max_iters=20", "--eval_tokens=2000", cwd=tmp_path)
+    output_of("train.py", preset, "--max_iters=60", "--eval_tokens=5000", cwd=tmp_path)
     (entry,) = [e for e in read_log(tmp_path / "out/shakespeare_char_cpu") if "val_loss" in e]
-    assert entry["val_loss"] < 3.4  # ln(65) is 4.17
+    assert entry["val_loss"] < 3.0  # ln(65) is 4.17
 
 
 @pytest.mark.slow
