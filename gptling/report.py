@@ -93,7 +93,7 @@ class Report:
             )
 
     def evaluation(self, metrics: dict[str, float], sample: list[str], best: bool):
-        self.log(**metrics, sample="\n".join(sample))
+        self.log(**metrics, parameters=self.n_parameters, sample="\n".join(sample))
         tqdm.write(
             f"step {metrics['step']}: training loss {metrics['train_loss']:.4f}, "
             f"validation loss {metrics['val_loss']:.4f}, "
@@ -176,7 +176,7 @@ def open_boards(config, out_dir: Path, step: int) -> list[Callable]:
                 for name, value in entry.items():
                     if name == "sample":
                         writer().add_text(name, value.replace("\n", "\n\n"), entry["step"])
-                    elif name != "step":
+                    elif name not in ("step", "parameters"):
                         writer().add_scalar(name, value, entry["step"])
                 writer().flush()
 

@@ -28,6 +28,7 @@ TESTS = {  # of a file: those that guard its promises, the likeliest first
     "gpt2_format.py": "pretrained changed_model traps ecosystem",
     "decoding.py": "sample devices traps",
     "explain.py": "explain attention_page traps changed_model",
+    "compare.py": "compare",
     "checkpoints.py": "files daily_use resume traps changed_model hostile train",
     "pretrained.py": "pretrained daily_use sample hostile train",
     "optim.py": "train resume",

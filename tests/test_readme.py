@@ -14,6 +14,7 @@ import tomllib
 import pytest
 
 from gptling.cli import CONFIG, load
+from gptling.compare import CompareConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
 from tests.conftest import ROOT, output_of
@@ -71,6 +72,18 @@ def test_commands_have_flags_and_presets_that_exist(page, words, monkeypatch):
     words = [word for word in words if not re.fullmatch(r"out/.*\.toml", word)]  # of a run
     default_preset = CONFIG / "quickstart.toml" if script == "train.py" else None
     load(SCRIPTS[script], "", words[at + 1 :], default_preset)
+
+
+def test_comparisons_have_flags_presets_and_patches_that_exist(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = [words for _, words in SHELL if "gptling.compare" in words]
+    assert len(found) > 3
+    for words in found:
+        words = words[words.index("gptling.compare") + 1 :]
+        end = words.index("--") if "--" in words else len(words)
+        config, _ = load(CompareConfig, "", words[:end])
+        assert all(list(ROOT.glob(patch)) for patch in config.patches)
+        load(TrainConfig, "", words[end + 1 :], CONFIG / "quickstart.toml")
 
 
 def test_what_commands_install_and_run_is_there():
