@@ -370,6 +370,7 @@ def test_a_side_that_cannot_prepare_its_text_ends_it_before_anything_is_trained(
 
 def test_a_failing_script_shows_its_last_lines_in_the_order_it_wrote_them(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "OUT", tmp_path)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     side = compare.Side("mine", "", [], [])
     side.folder.mkdir(parents=True)
     script = "import sys; print('a shape'); sys.stderr.write('an error\\n')"
@@ -423,7 +424,8 @@ def test_as_many_steps_as_fit_into_the_time_are_counted_by_the_ratio_of_medians(
         calls.append(side.name)
         turn = calls.count(side.name) - 1
         warm = [{"ms": 1000.0}] * 10  # of 40: these do not count
-        return [*warm, *[{"ms": ms[side.name][turn]}] * 29, {"ms": 500.0}, {"val_loss": 1}]
+        rest = [ms[side.name][turn]] * 16 + [500.0] * 14
+        return [*warm, *({"ms": value} for value in rest), {"val_loss": 1}]
 
     monkeypatch.setattr(compare, "train", train)
     monkeypatch.setattr(compare, "TURNS", 4)

@@ -48,6 +48,8 @@ def test_the_table_of_experiments_has_each_patch_with_its_lines():
     rows = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.patch\) \| ([^|]*) \|", page, re.MULTILINE))
     expected = {p.stem: f"+{len(lines_of(p, '+'))} -{len(lines_of(p, '-'))}" for p in PATCHES}
     assert rows == expected
+    measured = re.findall(r"^\| ([\w-]+) \| [\d,]+ \|", page, re.MULTILINE)  # with parameters
+    assert measured == ["working-tree", *expected]
 
 
 @pytest.mark.slow
