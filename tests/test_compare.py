@@ -327,6 +327,18 @@ def test_losses_over_other_texts_are_not_compared(project, run_compare):
     assert results(project)[0]["verdict"] == "incomparable"
 
 
+def test_a_patch_brings_words_of_its_own_for_both_scripts(project, run_compare):
+    text = "# An idea.\n# flags: --n_layer=3 --bias\n# prepare: --tokenizer=byte\n"
+    patch = make_patch(project, "good", "model.py", "import math\n", "import math  # maths\n")
+    (project / patch).write_text(text + (project / patch).read_text())
+    compare.OUT.mkdir(parents=True)
+    config = compare.CompareConfig((str(project / patch),), prepare="'my text.txt'")
+    first, second = compare.find_sides(config, ["--n_layer=2"])
+    assert (first.flags, first.prepare) == (["--n_layer=2"], ["my text.txt"])
+    assert second.flags == ["--n_layer=2", "--n_layer=3", "--bias"]
+    assert second.prepare == ["my text.txt", "--tokenizer=byte"]
+
+
 def test_what_cannot_be_compared_is_said_in_one_line(project, run_compare, monkeypatch):
     def error_of(*words):
         code, printed, commands = run_compare(*words)
