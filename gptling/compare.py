@@ -24,6 +24,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -255,6 +256,8 @@ def execute(side: Side, *command: str) -> str:
     options |= {"cwd": side.folder, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}  # in their order
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.run([sys.executable, *command], **options, **output)
+    if process.returncode == 128 + signal.SIGINT:  # a shell has its background jobs ignore it
+        raise KeyboardInterrupt
     code = f"{command[0]}: exit code {process.returncode}"
     return "\n".join([*process.stdout.splitlines()[-15:], code]) if process.returncode else ""
 
