@@ -24,7 +24,7 @@ import tyro
 
 from gptling.cli import UserError, load, run
 from gptling.corpus import check_sources, find_sources, read, source_id
-from gptling.files import is_plain_name, lock_directory, read_json, replace, writing
+from gptling.files import is_plain_name, lock_directory, replace, writing
 from gptling.shards import CorpusPosition, TokenShards, encode_on_all_cores, split_documents
 from gptling.tokenizers import build_tokenizer, check_vocab_size, load_tokenizer, tokenizer_to_json
 
@@ -33,8 +33,8 @@ from gptling.tokenizers import build_tokenizer, check_vocab_size, load_tokenizer
 class PrepareConfig:
     # files, folders, hf:NAME:CONFIG:SPLIT; shakespeare; or nothing
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    tokenizer: str = "char"  # char, byte, bpe, one of tiktoken's such as gpt2, a run or checkpoint
-    vocab_size: int = 0  # tokens of --tokenizer bpe, end-of-text among them; 0 for 4096
+    tokenizer: str = "auto"  # or char, byte, bpe, one of tiktoken's such as gpt2, a run's
+    vocab_size: int = 0  # of a bpe, end-of-text among them; 0 for 4096, or as auto chooses
     name: str = ""  # the directory under data/; otherwise called after the first source
     overwrite: bool = False  # replace data/NAME if it is there
 
@@ -124,7 +124,7 @@ def prepare(config: PrepareConfig) -> Path:
             raise UserError(f"{target}: {few}: give more text")
         meta = {
             "format": 1,
-            "tokenizer": config.tokenizer,
+            "tokenizer": tokenizer.name if config.tokenizer == "auto" else config.tokenizer,
             "vocab_size": tokenizer.n_vocab,
             "documents": count["documents"],
             "characters": count["characters"],
@@ -138,10 +138,12 @@ def prepare(config: PrepareConfig) -> Path:
                 target.rename(directory / "replaced")
             output.rename(target)
 
+    other = "bpe" if tokenizer.name == "char" else "char"
+    chosen = f" (by the length; otherwise --tokenizer={other})" * (config.tokenizer == "auto")
     print(
         f"{target}: {count['documents']:,} document{'s' * (count['documents'] != 1)}, "
         f"{count['characters']:,} characters; "
-        f"tokenizer {config.tokenizer} with {tokenizer.n_vocab:,} tokens; "
+        f"tokenizer {meta['tokenizer']} with {tokenizer.n_vocab:,} tokens{chosen}; "
         f"{sum(train):,} tokens to train on, {shards.val.length:,} to validate"
     )
     return target
@@ -150,9 +152,6 @@ def prepare(config: PrepareConfig) -> Path:
 def main():
     target = prepare(load(PrepareConfig, __doc__)[0])
     flags = "" if target.name == "quickstart" else f" --dataset={shlex.quote(target.name)}"
-    meta = read_json(target / "meta.json")
-    longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
-    flags += f" --block_size={longest}" * (longest < 64)  # the quick start's
     print(f"next: python train.py{flags}")
 
 

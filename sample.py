@@ -141,7 +141,7 @@ def write_samples(model: GPT, tokenizer, prompts: list[str], config: SampleConfi
 
 
 def main():
-    config, _ = load(SampleConfig, __doc__)
+    config, *_ = load(SampleConfig, __doc__)
     config.device = pick_device(config.device)
     if config.explain:
         check_page(Path(config.explain))

@@ -22,22 +22,23 @@ References:
 
 import itertools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from tyro.conf import Suppress
 
+from gptling.budget import plan_run
 from gptling.checkpoints import Progress, RunDirectory
 from gptling.cli import CONFIG, Fraction, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
-from gptling.gpt2_format import token_ids
 from gptling.loss import loss_and_terms, use_loss_in_pieces
 from gptling.optim import Muon, check_finite, load_states
-from gptling.pretrained import find_checkpoint, load_model, take_sizes
+from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
 from model import GPT, GPTConfig
@@ -49,6 +50,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
     vocab_size: Suppress[int] = 1  # as the tokenizer says
     vocab_multiple: PositiveInt = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
+    minutes: float = 0.0  # plan for so long what no flag or preset says; 1 if none says max_iters
     out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
     resume: bool = False  # go on from the newest checkpoint in out_dir; explicit flags override
     overwrite: bool = False  # delete the run that is in out_dir
@@ -94,6 +96,8 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
             raise ValueError(f"--min_lr={self.min_lr} is above the learning_rate: lower it")
         if self.resume + self.overwrite + self.eval_only > 1:
             raise ValueError("--resume, --overwrite and --eval_only exclude each other")
+        if self.minutes and (self.resume or self.eval_only):
+            raise ValueError("--minutes plans a new run: leave it out")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
 
@@ -152,27 +156,29 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
     return nats / data.val_targets, nats / (math.log(2) * max(1, data.val_bytes))
 
 
-def build_model(config: TrainConfig, data: Dataset, source: Path | None) -> GPT:
-    """A new model, or a checkpoint's, of which flags may change what leaves its logits as they are,
-    such as dropout or the weight of a term of the loss."""
-    sizes = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
-    if source is None:
-        multiple = config.vocab_multiple
-        sizes["vocab_size"] = math.ceil(data.tokenizer.n_vocab / multiple) * multiple
-        model = GPT(GPTConfig(**sizes))
-        if model.untouched:
-            print(f"not drawn by init_weights, as they were made: {', '.join(model.untouched)}")
-    else:
-        data.check_tokenizer(source, config.vocab_size)
-        del sizes["block_size"]
-        model = load_model(GPT, source, config.allow_changed_model, **sizes)
-    model.restrict_to_tokens(token_ids(data.tokenizer_json))
-    return model.train()
+def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
+    """(model, the same over all processes, that compiled, autocast, matmuls' dtype, optimizers)"""
+    torch.manual_seed(config.seed)
+    model = build_model(GPT, config, data, source)
+    device = processes.device
+    # bfloat16 took 1.45 times as long as float32 at a width of 64, and 0.56 times at 128.
+    dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
+    autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
+    compile = device == "cuda" if config.compile == "auto" else config.compile
+    use_loss_in_pieces(model, compile)
+    if device == "cpu":
+        keep_freed_memory()
+        use_float32_attention(model)
+    if config.recompute:
+        recompute_activations(model, compile_blocks=compile and config.fsdp)
+    parallel = processes.wrap(model, config.fsdp, autocast)  # gradients: the mean of all processes
+    compiled = torch.compile(parallel) if compile else parallel
+    return model, parallel, compiled, autocast, dtype, configure_optimizers(model, config, dtype)
 
 
 def main():
     # ------------------------------------------------------------ configuration, and the run so far
-    config, given = load(TrainConfig, __doc__, default_preset=CONFIG / "quickstart.toml")
+    config, given, kept = load(TrainConfig, __doc__, default_preset=CONFIG / "quickstart.toml")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
     processes = Processes()
     rank, world_size = processes.rank, processes.world_size
@@ -187,44 +193,36 @@ def main():
             source = find_checkpoint(config.init_from)
     if source:
         take_sizes(config, given, GPT, source)
+        kept |= GPTConfig.__dataclass_fields__.keys()
     progress = state.get("progress", Progress())
     device = processes.use_device(config.device)
+    choose_algorithms(config.deterministic)
 
     # ------------------------------------------------------------ data
     missing = config.dataset == "quickstart" and not any(Path("data/quickstart").glob("*"))
     if missing and processes.is_main and not config.eval_only:
         prepare(PrepareConfig())
     processes.barrier()
+    if not (kept & {"minutes", "max_iters"} or state or config.eval_only):
+        config.minutes = float(config.dataset != "quickstart")  # whose preset is the plan
+    if config.minutes or "minutes" in kept:
+        set_up_candidate = partial(set_up, source=source, processes=processes)
+        plan_run(config, given, kept, set_up_candidate, processes)
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
         changed = f"{data.directory} is not what {config.out_dir} was trained on"
         raise UserError(f"{changed}: prepare that again, or give --allow_changed_data=True")
 
-    # ------------------------------------------------------------ model
-    torch.manual_seed(config.seed)
-    choose_algorithms(config.deterministic)
-    model = build_model(config, data, source)
+    # ------------------------------------------------------------ model and optimizers
+    set_up_run = set_up(config, data, source, processes)
+    model, parallel, compiled, autocast, dtype, optimizers = set_up_run
     config.vocab_size = model.config.vocab_size
-    # bfloat16 took 1.45 times as long as float32 at a width of 64, and 0.56 times at 128.
-    dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
-    autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
-    compile = device == "cuda" if config.compile == "auto" else config.compile
-    use_loss_in_pieces(model, compile)
-    if device == "cpu":
-        keep_freed_memory()
-        use_float32_attention(model)
-    if config.recompute:
-        recompute_activations(model, compile_blocks=compile and config.fsdp)
-    parallel = processes.wrap(model, config.fsdp, autocast)  # gradients: the mean of all processes
-    compiled = torch.compile(parallel) if compile else parallel
     if config.eval_only:
         with autocast:
             print_evaluation(config.init_from, data, *evaluate(compiled, data, config, processes))
         return
 
-    # ------------------------------------------------------------ optimizers
     _, micro_steps = micro_batches(config, world_size)
-    optimizers = configure_optimizers(model, config, dtype)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     load_states(optimizers, scaler, state)  # of a resumed run
 

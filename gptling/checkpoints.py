@@ -20,7 +20,8 @@ from gptling.gpt2_format import save
 from gptling.optim import full_state
 
 # Flags of one start, which a run does not keep.
-ONCE = {"resume", "overwrite", "eval_only", "allow_changed_data", "allow_changed_model"}
+ONCE = {"resume", "overwrite", "eval_only", "minutes"}
+ONCE |= {"allow_changed_data", "allow_changed_model"}
 
 
 @dataclass

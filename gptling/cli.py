@@ -116,21 +116,24 @@ def _exit(code):
 
 
 def load(cls: type, description: str, argv: list[str] | None = None, default_preset=None):
-    """An instance of the dataclass `cls` from the command line, and the flags that were given.
+    """An instance of the dataclass `cls` from the command line, the flags that were given, and the
+    names of what flags and presets say, that in default_preset aside.
 
     default_preset: the words before the first flag are presets, this one before them all. Without
     it `cls` has a positional field of its own. A usage error exits with code 2."""
     words = sys.argv[1:] if argv is None else argv  # UTF-8, whatever the locale says
     argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
     # Without __post_init__, which may derive a value from others, before all have their values.
-    hints, default = get_type_hints(cls), object.__new__(cls)
+    hints, default, said = get_type_hints(cls), object.__new__(cls), set()
     vars(default).update({field.name: field.default for field in dataclasses.fields(cls)})
     if default_preset:
         n_presets = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
         presets, argv = argv[:n_presets], argv[n_presets:]
         for preset in [default_preset, *presets]:
             # Its numbers are checked together with the flags, which may mend them.
-            vars(default).update(read_preset(cls, preset))
+            values = read_preset(cls, preset)
+            vars(default).update(values)
+            said |= values.keys() if preset != default_preset else set()
         behind = [w for before, w in itertools.pairwise(argv) if is_preset(w, before, hints)]
         if behind:
             _fail(f"{behind[0]}: presets stand before the flags", code=2)
@@ -150,7 +153,8 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
         if exit.code:
             _let_first_speak()
         raise
-    return config, {name: getattr(config, name) for name in names if name in hints}
+    given = {name: getattr(config, name) for name in names if name in hints}
+    return config, given, said | given.keys()
 
 
 def is_preset(word: str, before: str, hints: dict[str, Any]) -> bool:

@@ -370,7 +370,7 @@ def print_table(sides: list[Side], questions: list[str]):
 def main():
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
-    config, _ = load(CompareConfig, __doc__, argv[:end])
+    config, *_ = load(CompareConfig, __doc__, argv[:end])
     flags = [absolute(word) if word.endswith(".toml") else word for word in argv[end + 1 :]]
     (OUT / "runs").mkdir(parents=True, exist_ok=True)
     lock = lock_directory(OUT)

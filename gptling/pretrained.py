@@ -1,8 +1,10 @@
 """Models and runs by name: the hub's GPT-2s, weights in shards, and what is refused."""
 
+import math
 import os
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,25 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
             if name in stored and stored[name] != value:
                 reason = f"{name}={value}, where it has {stored[name]}: {reason}"
         raise UserError(f"{path}: {reason}") from None
+
+
+def build_model(model_class: type, config: Any, data, source: Path | None):
+    """A new model to train, or a checkpoint's, of which train.py's configuration may change what
+    leaves its logits as they are, such as dropout or the weight of a term of the loss."""
+    names = [field.name for field in fields(model_class.config_class)]
+    sizes = {name: getattr(config, name) for name in names}
+    if source is None:
+        multiple = config.vocab_multiple
+        sizes["vocab_size"] = math.ceil(data.tokenizer.n_vocab / multiple) * multiple
+        model = model_class(model_class.config_class(**sizes))
+        if model.untouched:
+            print(f"not drawn by init_weights, as they were made: {', '.join(model.untouched)}")
+    else:
+        data.check_tokenizer(source, config.vocab_size)
+        del sizes["block_size"]
+        model = load_model(model_class, source, config.allow_changed_model, **sizes)
+    model.restrict_to_tokens(gpt2_format.token_ids(data.tokenizer_json))
+    return model.train()
 
 
 def take_sizes(config: Any, given: dict, model_class: type, source: Path):

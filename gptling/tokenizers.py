@@ -19,13 +19,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import rustbpe
 import tiktoken
 
-from gptling.cli import UserError, in_words, optional_package
+from gptling.cli import UserError, in_words
 from gptling.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PIECE = 1 << 16  # characters that are drawn or left out together
+BPE_SAMPLE = 100_000_000  # characters that a BPE is made from, at most
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
 # GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -59,19 +61,53 @@ def make_byte(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
 def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
     """A byte-level BPE of `vocab_size` tokens (0: 4,096), end-of-text always among them. Raises
     UserError where the texts have too few pairs to merge."""
-    trainer = optional_package("rustbpe", "rustbpe").Tokenizer()
     vocab_size = vocab_size or 4096
-    sample = iter(draw_sample(texts, size=100_000_000))
-    # A few texts at a time, for the trainer copies them.
-    trainer.train_from_iterator(sample, vocab_size - 1, buffer_size=256, pattern=BPE_PATTERN)
-    ranks = dict(trainer.get_mergeable_ranks())
-    if len(ranks) < vocab_size - 1:
-        used_up = f"this text is used up at {len(ranks) + 1}"
+    tokens = bpe_tokens(draw_sample(texts, BPE_SAMPLE), vocab_size - 1)
+    if len(tokens) < vocab_size - 1:
+        used_up = f"this text is used up at {len(tokens) + 1}"
         raise UserError(f"--vocab_size={vocab_size}: {used_up}: give that or less, or more text")
-    return _tokenizer("bpe", BPE_PATTERN, sorted(ranks, key=ranks.get), end_of_text=True)
+    return _tokenizer("bpe", BPE_PATTERN, tokens, end_of_text=True)
 
 
-TOKENIZERS = {"char": make_char, "byte": make_byte, "bpe": make_bpe}
+def bpe_tokens(sample: list[str], n: int) -> list[bytes]:
+    """The tokens of a BPE made from these texts, at most `n`, in the order of its merges."""
+    trainer = rustbpe.Tokenizer()
+    # A few texts at a time, for the trainer copies them.
+    trainer.train_from_iterator(iter(sample), n, buffer_size=256, pattern=BPE_PATTERN)
+    ranks = dict(trainer.get_mergeable_ranks())
+    return sorted(ranks, key=ranks.get)
+
+
+def bpe_size(n_bytes: int) -> int:
+    """How many tokens a BPE of a text of so many bytes has: the power of two that is nearest to
+    their square root; 0 where characters do as well."""
+    size = 1 << round(math.log2(max(1, n_bytes)) / 2)
+    return min(size, 1 << 15) if size >= 512 else 0
+
+
+def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
+    """A BPE, of a size that the length of the texts decides (0); characters where they are short,
+    and bytes where they repeat themselves too much for a BPE."""
+    if vocab_size:
+        return make_bpe(texts, vocab_size, end_of_text)
+    n_bytes = 0
+
+    def counted():
+        nonlocal n_bytes
+        for text in texts:
+            n_bytes += len(text.encode())
+            yield text
+
+    sample = draw_sample(counted(), BPE_SAMPLE)
+    if not (size := bpe_size(n_bytes)):
+        return make_char(sample, 0, end_of_text)
+    tokens = bpe_tokens(sample, size - 1)
+    if len(tokens) < size - 1:
+        return make_byte(texts, 0, end_of_text)
+    return _tokenizer("bpe", BPE_PATTERN, tokens, end_of_text=True)
+
+
+TOKENIZERS = {"auto": make_auto, "char": make_char, "byte": make_byte, "bpe": make_bpe}
 
 
 def check_vocab_size(kind: str, vocab_size: int):
@@ -295,6 +331,10 @@ def _checked_tokenizer(pattern, special, vocab, merges):
         safe = rf"\G(?:{pattern})(?!\G)|[\s\S]"
     tokenizer = tiktoken.Encoding("", pat_str=safe, mergeable_ranks=ranks, special_tokens=special)
     tokenizer._pat_str, tokenizer.engine_pattern = pattern, safe
+    if pattern in (ANY_CHARACTER, BPE_PATTERN):
+        tokenizer.name = (
+            "bpe" if pattern == BPE_PATTERN else "byte" if has_all_bytes(tokenizer) else "char"
+        )
     if pattern != ANY_CHARACTER and not has_all_bytes(tokenizer):
         raise ValueError("it lacks bytes, which only a tokenizer of characters may")
     return tokenizer

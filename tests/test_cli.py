@@ -66,9 +66,11 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path, empty):
     a.write_text('width = 4\nline_width = 1\nname = "a"\n')
     b.write_text('name = "b"\nloud = true\nmode = true\n')
     flags = ["--width=9", "--line_width", "1e-3"]
-    config, given = parse(str(a), str(b), *flags, default_preset=empty)
+    config, given, said = parse(str(a), str(b), *flags, default_preset=empty)
     assert config == Example(9, 1e-3, "b", True, True)
     assert given == {"width": 9, "line_width": 1e-3}
+    assert said == {"width", "line_width", "name", "loud", "mode"}
+    assert parse("--name=c", default_preset=a)[2] == {"name"}
     assert parse(str(b), str(a), "--name=c", default_preset=empty)[0].name == "c"
     assert parse() == parse(default_preset=empty) == (Example(), {})
     assert parse(default_preset=a)[0].width == 4
@@ -118,7 +120,7 @@ def test_a_preset_after_a_flag_is_refused(empty, capsys):
     ],
 )
 def test_flags_have_the_types_of_their_fields(arguments, expected):
-    config, given = parse(*arguments.split())
+    config, given, _ = parse(*arguments.split())
     assert given == expected and config == Example(**expected)
     assert all(type(given[name]) is type(value) for name, value in expected.items())
 
@@ -138,7 +140,7 @@ def test_flags_have_the_types_of_their_fields(arguments, expected):
     ],
 )
 def test_flags_of_train_py(arguments, expected, empty):
-    config, given = load(TrainConfig, "", arguments.split(), empty)
+    config, given, _ = load(TrainConfig, "", arguments.split(), empty)
     assert given == expected
     assert {name: getattr(config, name) for name in expected} == expected
 

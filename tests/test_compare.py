@@ -291,7 +291,7 @@ def test_sides_with_other_tokens_are_compared_in_bits_per_byte_of_the_same_text(
     project, trained, run_compare
 ):
     patch = make_patch(
-        project, "bytes", "prepare.py", 'tokenizer: str = "char"', 'tokenizer: str = "byte"'
+        project, "bytes", "prepare.py", 'tokenizer: str = "auto"', 'tokenizer: str = "byte"'
     )
     (project / "mine.txt").write_text("".join(f"{n} grüne Flaschen\n" for n in range(300)), "utf-8")
     code, printed, _ = run_compare(patch, "--prepare=mine.txt", *EQUAL_STEPS, *WORDS)

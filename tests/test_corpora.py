@@ -218,7 +218,6 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path, kind):
     kind, tokenizer = kind.split(", ")
     arguments = [*write_sources(tmp_path, kind), f"--tokenizer={tokenizer}"]
     if tokenizer == "bpe":
-        pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
         arguments.append("--vocab_size=300")
     program = """if True:
         import os, sys, time
@@ -270,7 +269,6 @@ def test_a_stopped_preparation_of_something_else_is_not_continued(
     (small / "more.jsonl").write_text(jsonl(DOCUMENTS))
     config, expected = PrepareConfig(("all.jsonl",), "byte", name="x"), DOCUMENTS
     if change == "vocab_size":
-        pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
         config.tokenizer, config.vocab_size = "bpe", 258
     with monkeypatch.context() as m:
         stop_behind(2, m)

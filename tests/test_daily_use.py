@@ -140,12 +140,12 @@ def test_a_text_that_is_too_short_to_train_on_is_refused_by_prepare(characters, 
 
 @pytest.mark.parametrize("name, characters", [("märchen über Köln", 2000), ("a", 30), ("b", 400)])
 def test_the_next_line_can_be_pasted(name, characters, tmp_path):
-    """Its name in quotes where that is needed, its sequences as short as the text wants them."""
+    """Its name in quotes where that is needed; sequences are as short as the text wants them."""
     (tmp_path / f"{name}.txt").write_text(TEXT[:characters], encoding="utf-8")
     output = output_of("prepare.py", f"{name}.txt", cwd=tmp_path)
     python, *command = shlex.split(re.search("next: (.*)", output)[1])
     assert python == "python" and f"--dataset={name}" in command
-    size = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--max_iters=2", "--curves=False"]
+    size = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--minutes=0.01", "--curves=False"]
     output = output_of(*command, *size, cwd=tmp_path)
     python, *command = shlex.split(re.search("next: (.*)", output)[1])
     assert len(output_of(*command, "--max_new_tokens=5", cwd=tmp_path)) >= 5
@@ -333,6 +333,7 @@ def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
     a, b = (load_file(here / f"out/{n}/checkpoint-20/model.safetensors") for n in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
     once = {"resume", "overwrite", "eval_only", "allow_changed_data", "allow_changed_model"}
+    once |= {"minutes"}
     expected = {field.name for field in fields(TrainConfig)} - once - {"out_dir", "vocab_size"}
     assert set(tomllib.loads(text)) == expected
     output_of("train.py", "--out_dir=out/b", "--resume", "--max_iters=22", cwd=here)
@@ -363,8 +364,8 @@ def test_what_a_preset_does_not_say_is_the_quick_starts(tmp_path):
     (tmp_path / "mine.toml").write_text('dataset = "mine"\nmax_iters = 7\n')
     quickstart = CONFIG / "quickstart.toml"
     options = {"default_preset": quickstart}
-    preset, _ = load(TrainConfig, "", [str(tmp_path / "mine.toml")], **options)
-    flags, _ = load(TrainConfig, "", ["--dataset=mine", "--max_iters=7"], **options)
+    preset, *_ = load(TrainConfig, "", [str(tmp_path / "mine.toml")], **options)
+    flags, *_ = load(TrainConfig, "", ["--dataset=mine", "--max_iters=7"], **options)
     assert asdict(preset) == asdict(flags) and preset.n_embd == 128
 
 

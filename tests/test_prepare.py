@@ -82,7 +82,7 @@ def test_tiny_shakespeare_is_split_where_it_always_was(tmp_path):
     file = os.environ.get("GPTLING_SHAKESPEARE")
     if not file:
         pytest.skip("tiny Shakespeare: set GPTLING_SHAKESPEARE to the file")
-    run_prepare(file, "--name=shakespeare", cwd=tmp_path)
+    run_prepare(file, "--name=shakespeare", "--tokenizer=char", cwd=tmp_path)
     meta = meta_of(tmp_path / "data" / "shakespeare")
     assert meta["train"] == {"tokens": 1_003_855, "bytes": 1_003_855, "shards": 1}
     assert meta["val"] == {"tokens": 111_539, "bytes": 111_539}
@@ -176,7 +176,6 @@ def test_the_tokenizer_of_other_data_or_of_a_checkpoint_is_taken(tmp_path):
 
 @pytest.mark.slow
 def test_a_bpe_is_the_same_for_the_same_text(tmp_path):
-    pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
     text = "\n".join(embedded_corpus().values())
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
     for name, threads in (("one", "1"), ("two", "4")):

@@ -81,7 +81,7 @@ def test_comparisons_have_flags_presets_and_patches_that_exist(monkeypatch):
     for words in found:
         words = words[words.index("gptling.compare") + 1 :]
         end = words.index("--") if "--" in words else len(words)
-        config, _ = load(CompareConfig, "", words[:end])
+        config, *_ = load(CompareConfig, "", words[:end])
         assert all(list(ROOT.glob(patch)) for patch in config.patches)
         load(TrainConfig, "", words[end + 1 :], CONFIG / "quickstart.toml")
 

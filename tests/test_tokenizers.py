@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import rustbpe
 import tiktoken
 import tokenizers
 
@@ -114,7 +115,6 @@ def test_bpe_agrees_everywhere(tmp_path, name):
 
 def test_a_bpe_of_ones_own_agrees_everywhere_and_with_its_trainer(tmp_path):
     """5,000 fuzzed strings, on a tokenizer that prepare.py trained."""
-    rustbpe = pytest.importorskip("rustbpe", reason="a BPE of one's own: pip install rustbpe")
     texts = [SAMPLES, *embedded_corpus().values()]
     tokenizer = build_tokenizer("bpe", texts, 1000)
     assert tokenizer.n_vocab == 1000 and tokenizer.eot_token == 999

@@ -725,7 +725,8 @@ def test_quick_start_prepares_its_corpus(tmp_path):
 def test_tiny_shakespeare_is_prepared_as_published(tmp_path):
     """1,115,394 characters of 65 kinds; the last tenth validates, as in nanoGPT."""
     source = Path(os.environ["GPTLING_SHAKESPEARE"])
-    output_of("prepare.py", source, "--name=shakespeare", cwd=tmp_path)
+    words = ["--name=shakespeare", "--tokenizer=char"]
+    output_of("prepare.py", source, *words, cwd=tmp_path)
     meta = json.loads((tmp_path / "data" / "shakespeare" / "meta.json").read_text())
     assert (meta["characters"], meta["vocab_size"]) == (1_115_394, 65)
     assert meta["val"]["tokens"] == 111_539

@@ -5,8 +5,8 @@
 
 The quick start's model and recipe throughout, so that only the vocabulary differs: a small one
 leaves more steps in the time, a large one sees more text in each sequence. The median step of a
-first run tells how many fit; the second has that many. Evaluations are outside the time. The BPEs
-need pip install rustbpe, gpt2 needs tiktoken's vocabulary.
+first run tells how many fit; the second has that many. Evaluations are outside the time. gpt2 needs
+tiktoken's vocabulary.
 """
 
 import json

@@ -1,0 +1,171 @@
+"""What to train in a given time: train.py --minutes.
+
+Of a model it knows its sizes, and how long a step of it takes here, which is measured. The rules
+are fitted to the sweeps in docs/one_dial.md. That parameters and tokens grow together is from
+Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556; what repeated tokens are worth, from
+Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264.
+"""
+
+import copy
+import math
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from gptling.cli import UserError
+from gptling.dataset import Dataset, micro_batches, read_meta
+from gptling.devices import free_memory
+from gptling.loss import loss_and_terms
+from gptling.processes import Processes
+
+STARTED = time.perf_counter() - time.process_time()  # of this process, whose imports were work
+# Sizes to choose from: layers, width, tokens of a sequence, and of a step.
+SHAPES = [(2, 64, 64, 2048), (2, 96, 64, 2048), (2, 128, 64, 2048), (2, 192, 64, 2048)]
+SHAPES += [(4, 192, 128, 4096), (4, 256, 128, 4096), (6, 384, 256, 8192), (8, 512, 256, 16_384)]
+SHAPES += [(12, 768, 512, 65_536), (16, 1024, 1024, 131_072)]
+TOKENS_PER_PARAMETER = 2.0  # that a run sees, counted by their worth
+MEASURING = 0.1, 15.0  # share of the time that measuring takes, and seconds, at most
+EVALUATING = 0.08  # share of the time, at most
+SAVING = 1.0  # seconds for a checkpoint and the lines of text before it
+
+
+class Text(NamedTuple):
+    """What a plan knows of data/NAME: its tokens, and the longest sequence both splits have."""
+
+    tokens: int
+    val_tokens: int
+    vocab_size: int
+    longest: int
+
+
+def plan_run(config, given: dict, kept: set[str], set_up, processes: Processes):
+    """Set what is not `kept` of train.py's configuration for the best model in config.minutes from
+    the start of the program, and print it. set_up: train.py's. Raises UserError."""
+    if not config.minutes or "max_iters" in given:
+        raise UserError(f"--minutes={config.minutes:g}: give either a time or --max_iters")
+    block_size = config.block_size if "block_size" in kept else 1  # or an error
+    data, meta = Dataset(config.dataset, block_size, 1), read_meta(f"data/{config.dataset}")
+    longest = min(max(map(len, data.train)), len(data.val)) - 1
+    text = Text(data.n_tokens, len(data.val), data.tokenizer.n_vocab, longest)
+
+    def seconds_of_a_step(sizes):  # on random tokens, the median, the slowest process's
+        candidate = copy.copy(config)
+        vars(candidate).update(sizes)
+        batch_size, micro_steps = micro_batches(candidate, processes.world_size)
+        idx = torch.randint(text.vocab_size, (batch_size, candidate.block_size))
+        idx, model = processes.to_device(idx), set_up(candidate, data)
+        time_of_a_step(model, idx, processes)  # allocates, and compiles
+        times = [time_of_a_step(model, idx, processes)]
+        n = int(min(MEASURING[0] * 60 * config.minutes, MEASURING[1]) / 3 / times[0]) - 2
+        times += [time_of_a_step(model, idx, processes) for _ in range(max(1, min(8, n)))]
+        return micro_steps * statistics.median(times)
+
+    def seconds_left():
+        spent = processes.all_reduce_max(round(1000 * (time.perf_counter() - STARTED))) / 1000
+        return 60 * config.minutes - spent
+
+    values = {name: getattr(config, name) for name in kept - {"max_iters"}}
+    memory = -0.8 * processes.all_reduce_max(-free_memory(processes.device))
+    fields = plan(values, text, seconds_left, seconds_of_a_step, memory, processes.world_size)
+    vars(config).update(fields)
+    at_once = tokens_of_a_step(fields)
+    print(
+        f"{config.dataset}: {meta['train']['bytes'] / 1e6:.1f} MB to train on, {text.tokens:,} "
+        f"tokens of {text.vocab_size:,} ({meta['tokenizer']}). "
+        f"{config.minutes:g} min here: {config.n_layer} layers of {config.n_embd}, sequences of "
+        f"{config.block_size}, {at_once // config.block_size} at a time, {config.max_iters:,} "
+        f"steps ({config.max_iters * at_once / text.tokens:.1f} epochs)"
+    )
+
+
+def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_of_a_step, memory, world_size=1):
+    """The fields of train.py that make the best of seconds_left(), with those that are `kept` as
+    they are. seconds_of_a_step(fields): asked for three sizes at most; memory: free bytes."""
+    ladder = [fields_of(shape, kept, text, memory, world_size) for shape in SHAPES]
+    ladder = [sizes for sizes in ladder if sizes["n_embd"] % sizes["n_head"] == 0]
+    ladder = [sizes for sizes in ladder if needed_memory(sizes, text) < memory] or ladder[:1]
+    parameters = [count_parameters(sizes, text) for sizes in ladder]
+    seconds, measured, best = seconds_left(), {}, min(1, len(ladder) - 1)
+
+    def sees_enough(i):  # a token's time grows as the parameters do
+        near = min(measured, key=lambda other: abs(other - i))
+        tokens = seconds / measured[near] * tokens_of_a_step(ladder[near])
+        tokens *= parameters[near] / parameters[i]
+        return worth(tokens, text.tokens) >= TOKENS_PER_PARAMETER * parameters[i]
+
+    while best not in measured and len(measured) < 3:
+        measured[best] = seconds_of_a_step(ladder[best])
+        best = max(filter(sees_enough, range(len(ladder))), default=0)
+    best = min(measured, key=lambda i: abs(i - best))
+    sizes, step, at_once = ladder[best], measured[best], tokens_of_a_step(ladder[best])
+
+    n_evaluations = max(3, min(10, int(seconds // 60)))
+    of_a_token = step / at_once / 3  # forward alone
+    some = max(sizes["block_size"], int(EVALUATING * seconds / n_evaluations / of_a_token))
+    eval_tokens = kept.get("eval_tokens", some if some < text.val_tokens else 0)
+    evaluating = min(eval_tokens or text.val_tokens, text.val_tokens) * of_a_token + SAVING
+    steps = max(1, int((seconds_left() - n_evaluations * evaluating - SAVING) / step))
+    epochs = steps * at_once / text.tokens
+    rate = kept.get("learning_rate", 1e-2 * min(1, 192 / sizes["n_embd"]))
+    rates = {"learning_rate": rate, "min_lr": rate / 100, "warmup_iters": math.ceil(steps / 50)}
+    rates |= {"muon_lr": 0.05 * min(1, math.sqrt(128 / sizes["n_embd"]))}
+    rates |= {"dropout": 0.0 if epochs < 10 else 0.1 if epochs < 30 else 0.2}
+    evaluations = {"eval_interval": math.ceil(steps / n_evaluations), "eval_tokens": eval_tokens}
+    return sizes | {"max_iters": steps} | rates | evaluations | kept
+
+
+def fields_of(shape, kept: dict[str, Any], text: Text, memory: float, world_size: int):
+    """The sizes of a model and of its steps, in micro-batches that memory has room for."""
+    layers, width, block_size, tokens = shape
+    width = kept.get("n_embd", width)
+    heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)
+    sizes = {"n_layer": layers, "n_embd": width, "block_size": min(block_size, text.longest)}
+    sizes |= {"n_head": next(n for n in heads if width % n == 0)}
+    sizes |= {"gradient_accumulation_steps": world_size}
+    sizes |= {name: kept[name] for name in sizes.keys() & kept.keys()}
+    sequences = tokens / sizes["block_size"] / sizes["gradient_accumulation_steps"]
+    sizes |= {"batch_size": kept.get("batch_size", max(1, round(sequences)))}
+    free = not kept.keys() & {"batch_size", "gradient_accumulation_steps"}
+    while free and sizes["batch_size"] % 2 == 0 and needed_memory(sizes, text) > memory:
+        sizes["batch_size"] //= 2
+        sizes["gradient_accumulation_steps"] *= 2
+    return sizes
+
+
+def worth(tokens: float, different: int) -> float:
+    """How many different tokens teach as much (Muennighoff et al. 2023, eq. 5, with its R*_D)."""
+    repeats = max(0.0, tokens / different - 1)
+    return min(tokens, different) * (1 + 15.4 * (1 - math.exp(-repeats / 15.4)))
+
+
+def tokens_of_a_step(fields: dict[str, Any]) -> int:
+    return math.prod(fields[k] for k in ("batch_size", "block_size", "gradient_accumulation_steps"))
+
+
+def count_parameters(sizes: dict[str, Any], text: Text) -> int:
+    """About as many as a GPT of these sizes has."""
+    width = sizes["n_embd"]
+    return 12 * sizes["n_layer"] * width**2 + width * (text.vocab_size + sizes["block_size"])
+
+
+def needed_memory(sizes: dict[str, Any], text: Text) -> float:
+    """About how many bytes training takes: its state, and a micro-batch's activations."""
+    tokens = sizes["batch_size"] * sizes["block_size"]
+    activations = 20 * sizes["n_layer"] * sizes["n_embd"] + 3 * text.vocab_size
+    return 20 * count_parameters(sizes, text) + 4 * tokens * activations
+
+
+def time_of_a_step(set_up, idx: torch.Tensor, processes: Processes) -> float:
+    """Seconds that the slowest process takes. set_up: what train.py's set_up returns."""
+    _, _, compiled, autocast, _, optimizers = set_up
+    start = time.perf_counter()
+    with autocast:
+        loss, terms = loss_and_terms(compiled(idx, idx))
+    sum(terms.values(), start=loss).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    loss.item()  # waits for a GPU
+    return processes.all_reduce_max(round(1e6 * (time.perf_counter() - start))) / 1e6

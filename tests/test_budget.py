@@ -1,0 +1,236 @@
+"""--minutes: the plan as a function of the text, the time and the machine; and the run it plans."""
+
+import json
+import random
+import re
+import signal
+import string
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+from safetensors.torch import load_file
+
+from gptling.budget import (
+    TOKENS_PER_PARAMETER,
+    Text,
+    count_parameters,
+    needed_memory,
+    plan,
+    tokens_of_a_step,
+    worth,
+)
+from gptling.tokenizers import build_tokenizer
+from tests.conftest import ROOT, run_script
+from tests.test_processes import finish, torchrun
+
+TEXT_OF_A_BOOK = Text(tokens=400_000, val_tokens=40_000, vocab_size=1024, longest=40_000 - 1)
+MANY_BOOKS = Text(tokens=40_000_000, val_tokens=4_000_000, vocab_size=8192, longest=10**6)
+FLOPS = 1e11  # a second, of two cores
+
+
+class Machine:
+    """Takes 6 FLOPs for a parameter and token, as train.py's steps do about, and so its time."""
+
+    def __init__(self, text, minutes, flops=FLOPS):
+        self.text, self.left, self.flops, self.measured = text, 60.0 * minutes, flops, []
+
+    def time_a_step(self, fields):
+        self.measured.append(fields)
+        step = 6 * count_parameters(fields, self.text) * tokens_of_a_step(fields) / self.flops
+        self.left -= 5 * step
+        return step
+
+    def plan(self, memory=1e11, **kept):
+        return plan(kept, self.text, lambda: self.left, self.time_a_step, memory)
+
+
+def tokens_seen(fields):
+    return fields["max_iters"] * tokens_of_a_step(fields)
+
+
+@pytest.mark.parametrize("text", [TEXT_OF_A_BOOK, MANY_BOOKS])
+@pytest.mark.parametrize("of", ["minutes", "flops"])
+def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(text, of):
+    start = {"minutes": 2, "flops": FLOPS}
+    plans = [Machine(text, **start | {of: start[of] * 1.7**n}).plan() for n in range(16)]
+    sizes = [count_parameters(fields, text) for fields in plans]
+    assert sizes == sorted(sizes) and sizes[-1] > 3 * sizes[0]
+    for size, fields, longer in zip(sizes, plans, plans[1:], strict=False):
+        assert worth(tokens_seen(fields), text.tokens) > 0.9 * TOKENS_PER_PARAMETER * size
+        if fields["n_embd"] == longer["n_embd"] and fields["n_layer"] == longer["n_layer"]:
+            assert tokens_seen(longer) > 1.5 * tokens_seen(fields)
+
+
+def test_repeated_tokens_are_worth_less_and_less():
+    """Muennighoff et al. 2023: up to four epochs as good as new; after many, no more than 16.4."""
+    assert worth(500, 1000) == 500
+    assert worth(4000, 1000) == pytest.approx(3728, rel=0.01)
+    assert worth(10**6, 1000) == pytest.approx(16_400, rel=0.01)
+
+
+def test_a_short_text_seen_often_has_dropout_and_a_model_that_is_not_too_large():
+    short, long = (Machine(text, 120).plan() for text in (TEXT_OF_A_BOOK, MANY_BOOKS))
+    assert short["dropout"] > 0.05 and long["dropout"] == 0
+    assert count_parameters(short, TEXT_OF_A_BOOK) < 0.5 * count_parameters(long, MANY_BOOKS)
+    assert Machine(TEXT_OF_A_BOOK, 1).plan()["dropout"] == 0
+
+
+@pytest.mark.parametrize("minutes", [0.2, 1, 5, 20, 120])
+@pytest.mark.parametrize("text", [TEXT_OF_A_BOOK, MANY_BOOKS])
+def test_measuring_steps_and_evaluations_fit_into_the_time(text, minutes):
+    machine = Machine(text, minutes)
+    fields = machine.plan()
+    assert 1 <= len(machine.measured) <= 3
+    step = machine.time_a_step(fields)
+    n = -(-fields["max_iters"] // fields["eval_interval"])
+    evaluated = min(fields["eval_tokens"] or text.val_tokens, text.val_tokens)
+    evaluating = n * evaluated * step / tokens_of_a_step(fields) / 3
+    assert evaluating < 0.1 * 60 * minutes
+    training = fields["max_iters"] * step
+    spent = 60 * minutes - machine.left - 5 * step  # by measuring
+    assert 0.75 * 60 * minutes - 8 < training + evaluating + spent < 60 * minutes
+
+
+def test_what_is_given_stays_and_the_rest_is_planned_around_it():
+    kept = dict(n_layer=7, n_embd=80, block_size=50, batch_size=3, learning_rate=1e-4, dropout=0.3)
+    fields = Machine(MANY_BOOKS, 2).plan(**kept)
+    assert {name: fields[name] for name in kept} == kept
+    assert fields["n_head"] == 2 and fields["min_lr"] == pytest.approx(1e-6)
+    assert fields["max_iters"] > 10
+    deep, free = Machine(MANY_BOOKS, 60).plan(n_layer=16), Machine(MANY_BOOKS, 60).plan()
+    assert deep["n_layer"] == 16 and deep["n_embd"] < free["n_embd"]
+    assert Machine(MANY_BOOKS, 2).plan(n_embd=100)["n_head"] in (1, 2)  # divides it
+    assert Machine(MANY_BOOKS, 2).plan(n_head=6)["n_embd"] % 6 == 0
+    assert Machine(MANY_BOOKS, 2).plan(eval_tokens=500)["eval_tokens"] == 500
+
+
+def test_a_sequence_is_no_longer_than_the_text():
+    short = Text(tokens=300, val_tokens=30, vocab_size=40, longest=29)
+    assert Machine(short, 1).plan()["block_size"] == 29
+
+
+@pytest.mark.parametrize("memory", [2e8, 1e9, 1e10])
+def test_a_plan_never_needs_more_memory_than_is_free(memory):
+    machine = Machine(MANY_BOOKS, 10_000, flops=1e15)
+    fields = machine.plan(memory)
+    assert all(needed_memory(one, MANY_BOOKS) <= memory for one in [fields, *machine.measured])
+    free = Machine(MANY_BOOKS, 10_000, flops=1e15).plan()
+    assert needed_memory(free, MANY_BOOKS) > memory
+
+
+def test_less_memory_than_a_step_needs_is_met_by_accumulating():
+    fields = dict(n_embd=768, n_layer=12, block_size=512)
+    much, little = (Machine(MANY_BOOKS, 10_000, 1e13).plan(n, **fields) for n in (1e12, 1e10))
+    assert tokens_of_a_step(much) == tokens_of_a_step(little)
+    assert little["gradient_accumulation_steps"] > 1 == much["gradient_accumulation_steps"]
+
+
+FLAGS = ["--dataset=mine", "--curves=False", "--device=cpu"]
+
+
+def start_of(trained, tmp_path):
+    (tmp_path / "data").symlink_to(trained / "data")
+    return tmp_path
+
+
+def train(*arguments, cwd):
+    """As a process of its own, for the time counts from its start."""
+    done = run_script("train.py", *FLAGS, *arguments, cwd=cwd, OMP_NUM_THREADS="1")
+    return done.returncode, (done.stdout + done.stderr).decode()
+
+
+def test_a_plan_is_printed_stored_and_kept_to(trained, tmp_path):
+    here = start_of(trained, tmp_path)
+    code, output = train("--minutes=0.2", "--n_layer=1", "--muon_lr=0.04", cwd=here)
+    assert code == 0, output
+    line = re.search(r"^mine: .*0\.2 min here: 1 layers of (\d+), .* ([\d,]+) steps", output, re.M)
+    config = tomllib.loads((here / "out/mine/config.toml").read_text())
+    assert (config["n_embd"], config["max_iters"]) == (int(line[1]), int(line[2].replace(",", "")))
+    assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and "minutes" not in config
+    assert (here / f"out/mine/checkpoint-{config['max_iters']}").is_dir()
+    assert f"step {config['max_iters']}: training loss" in output
+
+
+def test_a_planned_run_that_was_killed_goes_on_with_its_plan(trained, tmp_path):
+    here = start_of(trained, tmp_path)
+    command = [sys.executable, ROOT / "train.py", *FLAGS, "--minutes=0.25", "--out_dir=out/killed"]
+    process = subprocess.Popen(command, cwd=here, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 100
+    while not list(here.glob("out/killed/checkpoint-*")) and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    config = tomllib.loads((here / "out/killed/config.toml").read_text())
+    resumed = run_script("train.py", "--out_dir=out/killed", "--resume", cwd=here)
+    assert resumed.returncode == 0, resumed.stderr
+    again = run_script("train.py", "out/killed/config.toml", "--out_dir=out/again", cwd=here)
+    assert again.returncode == 0, again.stderr
+    name = f"checkpoint-{config['max_iters']}/model.safetensors"
+    killed, whole = (load_file(here / "out" / run / name) for run in ("killed", "again"))
+    assert killed.keys() == whole.keys() and all(killed[k].equal(whole[k]) for k in whole)
+
+
+@pytest.mark.slow
+def test_two_processes_have_one_plan(trained, tmp_path):
+    here = start_of(trained, tmp_path)
+    output = finish(torchrun(ROOT / "train.py", *FLAGS, "--minutes=0.3", cwd=here))
+    assert output.count("min here:") == 1
+    config = tomllib.loads((here / "out/mine/config.toml").read_text())
+    assert config["gradient_accumulation_steps"] == 2
+    log = (here / "out/mine/log.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["step"] == config["max_iters"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--minutes=0", "--minutes=0: give either a time or --max_iters"),
+        ("--minutes=-1", "--minutes=-1.0: must be at least 0"),
+        ("--minutes=nan", "--minutes=nan: must be at least 0"),
+        ("--minutes=inf", "--minutes=inf: must be at least 0 and below inf"),
+        ("--minutes=1 --max_iters=100", "--minutes=1: give either a time or --max_iters"),
+        ("--minutes=1 --resume", "--minutes plans a new run"),
+        ("--minutes=1 --dataset=absent", "absent"),
+    ],
+)
+def test_what_is_no_time_is_one_line(words, message, trained, tmp_path):
+    done = run_script("train.py", *FLAGS, *words.split(), cwd=start_of(trained, tmp_path))
+    errors = done.stderr.decode()
+    assert done.returncode and errors.count("\n") <= 5 and "Traceback" not in errors
+    assert any(message in line for line in errors.splitlines()), errors
+
+
+def words(n_bytes):
+    """Words as frequent as those of a language (Zipf's law), without line breaks to speak of."""
+    rng = random.Random(0)
+    them = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9))) for _ in range(5000)]
+    weights = [1 / n for n in range(1, 5001)]
+    return " ".join(rng.choices(them, weights, k=n_bytes // 6))[:n_bytes]
+
+
+@pytest.mark.parametrize(
+    "text, name, size",
+    [
+        (words(1000), "char", (20, 30)),
+        (words(100_000), "char", (27, 30)),
+        (words(400_000), "bpe", (512, 512)),
+        (words(10_000_000), "bpe", (4096, 4096)),
+        ("x" * 10_000_000, "byte", (257, 257)),
+        ("我们" * 100, "char", (2, 4)),
+    ],
+    ids=["1 kB", "100 kB", "400 kB", "10 MB", "one character", "no spaces"],
+)
+def test_the_texts_length_decides_what_its_tokens_are(text, name, size):
+    tokenizer = build_tokenizer("auto", [text])
+    assert tokenizer.name == name and size[0] <= tokenizer.n_vocab <= size[1]
+    assert tokenizer.decode(tokenizer.encode(text[:1000])) == text[:1000]
+
+
+def test_bytes_that_are_no_text_are_one_line_whatever_the_tokenizer(tmp_path):
+    (tmp_path / "mine.txt").write_bytes(b"ab\xff\xfe" * 100_000)
+    done = run_script("prepare.py", "mine.txt", "--tokenizer=auto", cwd=tmp_path)
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode and len(lines) == 1 and "UTF-8" in lines[0]
