@@ -1,14 +1,14 @@
 """Train a GPT.
 
     python train.py                                    # the quick start: config/quickstart.toml
-    python train.py --dataset=mine                     # the same recipe on data/mine
+    python train.py --dataset=mine --minutes=10        # the best model of data/mine in ten minutes
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
     python train.py --out_dir=out/gpt2 --resume        # go on from its newest checkpoint
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
 writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,
 config.toml, and where matplotlib and TensorBoard are installed loss.png and tensorboard/. What
-neither a flag nor a preset says is as in config/quickstart.toml.
+neither a flag nor a preset says is as in config/quickstart.toml, or planned for the time there is.
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101; cosine decay,
@@ -204,7 +204,7 @@ def main():
         prepare(PrepareConfig())
     processes.barrier()
     if not (kept & {"minutes", "max_iters"} or state or config.eval_only):
-        config.minutes = float(config.dataset != "quickstart")  # whose preset is the plan
+        config.minutes = float(config.dataset != "quickstart")  # whose preset says how long
     if config.minutes or "minutes" in kept:
         set_up_candidate = partial(set_up, source=source, processes=processes)
         plan_run(config, given, kept, set_up_candidate, processes)

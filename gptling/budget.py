@@ -1,9 +1,8 @@
 """What to train in a given time: train.py --minutes.
 
-Of a model it knows its sizes, and how long a step of it takes here, which is measured. The rules
-are fitted to the sweeps in docs/one_dial.md. That parameters and tokens grow together is from
-Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556; what repeated tokens are worth, from
-Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264.
+Of a model it knows its sizes, and how long a step takes here, which is measured. The rules are
+fitted to the sweeps in docs/one_dial.md; that parameters and tokens grow together is from Hoffmann
+et al. 2022, https://arxiv.org/abs/2203.15556.
 """
 
 import copy
@@ -22,13 +21,13 @@ from gptling.processes import Processes
 
 STARTED = time.perf_counter() - time.process_time()  # of this process, whose imports were work
 # Sizes to choose from: layers, width, tokens of a sequence, and of a step.
-SHAPES = [(2, 64, 64, 2048), (2, 96, 64, 2048), (2, 128, 64, 2048), (2, 192, 64, 2048)]
-SHAPES += [(4, 192, 128, 4096), (4, 256, 128, 4096), (6, 384, 256, 8192), (8, 512, 256, 16_384)]
+SHAPES = [(2, 64, 64, 2048), (2, 96, 64, 2048), (2, 128, 64, 2048), (2, 192, 128, 2048)]
+SHAPES += [(3, 256, 128, 4096), (4, 384, 256, 8192), (6, 512, 256, 16_384)]
 SHAPES += [(12, 768, 512, 65_536), (16, 1024, 1024, 131_072)]
-TOKENS_PER_PARAMETER = 2.0  # that a run sees, counted by their worth
+TOKENS_PER_PARAMETER = 1.7  # that a run sees, counted by their worth
 MEASURING = 0.1, 15.0  # share of the time that measuring takes, and seconds, at most
 EVALUATING = 0.08  # share of the time, at most
-SAVING = 1.0  # seconds for a checkpoint and the lines of text before it
+RESERVE, SAVING = 1.05, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
 
 
 class Text(NamedTuple):
@@ -106,12 +105,12 @@ def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_of_a_step, memo
     some = max(sizes["block_size"], int(EVALUATING * seconds / n_evaluations / of_a_token))
     eval_tokens = kept.get("eval_tokens", some if some < text.val_tokens else 0)
     evaluating = min(eval_tokens or text.val_tokens, text.val_tokens) * of_a_token + SAVING
-    steps = max(1, int((seconds_left() - n_evaluations * evaluating - SAVING) / step))
+    steps = max(1, int((seconds_left() - n_evaluations * evaluating - SAVING) / (RESERVE * step)))
     epochs = steps * at_once / text.tokens
     rate = kept.get("learning_rate", 1e-2 * min(1, 192 / sizes["n_embd"]))
     rates = {"learning_rate": rate, "min_lr": rate / 100, "warmup_iters": math.ceil(steps / 50)}
     rates |= {"muon_lr": 0.05 * min(1, math.sqrt(128 / sizes["n_embd"]))}
-    rates |= {"dropout": 0.0 if epochs < 10 else 0.1 if epochs < 30 else 0.2}
+    rates |= {"dropout": 0.0 if epochs < 8 else 0.1 if epochs < 20 else 0.2}
     evaluations = {"eval_interval": math.ceil(steps / n_evaluations), "eval_tokens": eval_tokens}
     return sizes | {"max_iters": steps} | rates | evaluations | kept
 
@@ -135,7 +134,7 @@ def fields_of(shape, kept: dict[str, Any], text: Text, memory: float, world_size
 
 
 def worth(tokens: float, different: int) -> float:
-    """How many different tokens teach as much (Muennighoff et al. 2023, eq. 5, with its R*_D)."""
+    """How many different tokens teach as much (https://arxiv.org/abs/2305.16264, eq. 5, R*_D)."""
     repeats = max(0.0, tokens / different - 1)
     return min(tokens, different) * (1 + 15.4 * (1 - math.exp(-repeats / 15.4)))
 
