@@ -21,9 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TESTS = {  # of a file: those that guard its promises, the likeliest first
     "model.py": "attention model sample traps loss changed_model",
-    "train.py": "train daily_use loss resume cli changed_model processes",
+    "train.py": "train budget daily_use loss resume cli changed_model processes",
     "sample.py": "sample daily_use explain cli bad_input",
-    "prepare.py": "prepare daily_use corpora resume bad_input",
+    "prepare.py": "prepare budget daily_use corpora resume bad_input",
     "loss.py": "loss traps changed_model train",
     "gpt2_format.py": "pretrained changed_model traps ecosystem",
     "decoding.py": "sample devices traps",
@@ -38,10 +38,11 @@ TESTS = {  # of a file: those that guard its promises, the likeliest first
     "dataset.py": "train daily_use prepare processes hostile bad_input",
     "shards.py": "prepare corpora",
     "corpus.py": "corpora prepare bad_input daily_use",
-    "tokenizers.py": "tokenizers daily_use prepare ecosystem hostile bad_input",
+    "tokenizers.py": "tokenizers budget daily_use prepare ecosystem hostile bad_input",
     "streaming.py": "sample",
     "files.py": "files daily_use hostile",
     "devices.py": "devices sample train model",
+    "budget.py": "budget",
 }
 
 
