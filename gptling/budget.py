@@ -110,7 +110,7 @@ def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_of_a_step, memo
     rate = kept.get("learning_rate", 1e-2 * min(1, 192 / sizes["n_embd"]))
     rates = {"learning_rate": rate, "min_lr": rate / 100, "warmup_iters": math.ceil(steps / 50)}
     rates |= {"muon_lr": 0.05 * min(1, math.sqrt(128 / sizes["n_embd"]))}
-    rates |= {"dropout": 0.0 if epochs < 8 else 0.1 if epochs < 20 else 0.2}
+    rates |= {"dropout": 0.0 if epochs < 8 else 0.1 if epochs < 25 else 0.2}
     evaluations = {"eval_interval": math.ceil(steps / n_evaluations), "eval_tokens": eval_tokens}
     return sizes | {"max_iters": steps} | rates | evaluations | kept
 
