@@ -25,8 +25,14 @@ import tyro
 from gptling.cli import UserError, load, run
 from gptling.corpus import check_sources, find_sources, read, source_id
 from gptling.files import is_plain_name, lock_directory, replace, writing
-from gptling.shards import CorpusPosition, TokenShards, encode_on_all_cores, split_documents
-from gptling.tokenizers import build_tokenizer, check_vocab_size, load_tokenizer, tokenizer_to_json
+from gptling.shards import (
+    CorpusPosition,
+    TokenShards,
+    encode_on_all_cores,
+    learn_tokenizer,
+    split_documents,
+)
+from gptling.tokenizers import check_vocab_size, load_tokenizer, tokenizer_to_json
 
 
 @dataclass
@@ -96,11 +102,7 @@ def prepare(config: PrepareConfig) -> Path:
             print(f"going on behind {position.count['characters']:,} characters")
             tokenizer = load_tokenizer(output)
         else:
-            documents = read(sources, "tokenizer")
-            texts = (piece for _, (_, pieces) in documents for piece in pieces)
-            tokenizer = build_tokenizer(
-                config.tokenizer, texts, config.vocab_size, end_of_text=len(first_sizes) > 1
-            )
+            tokenizer = learn_tokenizer(config.tokenizer, config.vocab_size, sources, first_sizes)
             with writing(output):
                 output.mkdir()
                 replace(output / "tokenizer.json", tokenizer_to_json(tokenizer).encode())
@@ -138,8 +140,7 @@ def prepare(config: PrepareConfig) -> Path:
                 target.rename(directory / "replaced")
             output.rename(target)
 
-    other = "bpe" if tokenizer.name == "char" else "char"
-    chosen = f" (by the length; otherwise --tokenizer={other})" * (config.tokenizer == "auto")
+    chosen = " (by the length; or give --tokenizer)" * (config.tokenizer == "auto")
     print(
         f"{target}: {count['documents']:,} document{'s' * (count['documents'] != 1)}, "
         f"{count['characters']:,} characters; "

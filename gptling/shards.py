@@ -16,7 +16,7 @@ import tiktoken
 
 from gptling.corpus import Source, read
 from gptling.files import sha256
-from gptling.tokenizers import END_OF_TEXT
+from gptling.tokenizers import END_OF_TEXT, build_tokenizer, has_all_bytes
 
 VALIDATION = 100_000_000  # bytes of text that validate, at most
 TOKENS_PER_SHARD = 100_000_000
@@ -59,12 +59,12 @@ class CorpusPosition:
 
 
 def split_documents(
-    sources: Sequence[Source], first_sizes: Sequence[int], start: CorpusPosition
+    sources: Sequence[Source], first_sizes: Sequence[int], start: CorpusPosition, label="encode"
 ) -> Iterator[tuple[CorpusPosition, str, str]]:
     """(position behind it, "train" or "val", text) for the pieces of the corpus behind `start`, in
     order; an empty text where a document ends there."""
     at = CorpusPosition(start.source, 0, start.before, dict(start.before))
-    for source, (size, pieces) in read(sources, "encode", first=start.source):
+    for source, (size, pieces) in read(sources, label, first=start.source):
         if source != at.source:
             at = CorpusPosition(source, 0, at.count, dict(at.count))
         seen = at.count["train"] + at.count["val"]
@@ -93,6 +93,24 @@ def _split_pieces(pieces, part):
                 splits[split] = True
                 yield split, text, n_bytes
     yield from ((split, "", 0) for split in splits)
+
+
+def learn_tokenizer(
+    kind: str, vocab_size: int, sources: Sequence[Source], first_sizes: Sequence[int]
+) -> tiktoken.Encoding:
+    """The tokenizer called `kind`, which knows nothing of the text that validates, except that one
+    of characters has all of them. Raises what build_tokenizer does."""
+
+    def texts(*splits):
+        pieces = split_documents(sources, first_sizes, CorpusPosition(), "tokenizer")
+        return (text for _, split, text in pieces if split in splits)
+
+    several = len(first_sizes) > 1
+    tokenizer = build_tokenizer(kind, texts("train"), vocab_size, end_of_text=several)
+    if has_all_bytes(tokenizer):
+        return tokenizer
+    kind = "char" if kind == "auto" else kind
+    return build_tokenizer(kind, texts("train", "val"), end_of_text=several)
 
 
 def encode_on_all_cores(

@@ -28,6 +28,7 @@ from gptling.files import read_json
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PIECE = 1 << 16  # characters that are drawn or left out together
 BPE_SAMPLE = 100_000_000  # characters that a BPE is made from, at most
+BPE_PAYS = 200_000  # bytes of text from which on --tokenizer=auto makes a BPE
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
 # GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -79,10 +80,10 @@ def bpe_tokens(sample: list[str], n: int) -> list[bytes]:
 
 
 def bpe_size(n_bytes: int) -> int:
-    """How many tokens a BPE of a text of so many bytes has: the power of two that is nearest to
-    their square root; 0 where characters do as well."""
-    size = 1 << round(math.log2(max(1, n_bytes)) / 2)
-    return min(size, 1 << 15) if size >= 512 else 0
+    """How many tokens a BPE of a text of so many bytes has: the power of two that is nearest to 20
+    times their cube root, fitted in docs/one_dial.md; 0 where characters do as well."""
+    size = 1 << round(math.log2(20 * max(1, n_bytes) ** (1 / 3)))
+    return min(size, 1 << 15) if n_bytes >= BPE_PAYS else 0
 
 
 def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:

@@ -51,8 +51,20 @@ def test_embedded_corpus_needs_nothing(tmp_path):
     assert sorted(text.split(END_OF_TEXT)) == sorted([*texts.values(), ""])
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["quickstart"]
     assert meta_of(data)["documents"] == len(texts)
-    assert (meta_of(data)["tokenizer"], meta_of(data)["vocab_size"]) == ("bpe", 512)
+    assert (meta_of(data)["tokenizer"], meta_of(data)["vocab_size"]) == ("bpe", 1024)
     assert meta_of(data)["characters"] == sum(map(len, texts.values()))
+
+
+def test_a_tokenizer_knows_nothing_of_the_text_that_validates(tmp_path):
+    """But for the characters: without them it could not be encoded."""
+    train, val = "green bottles hanging on the wall\n" * 900, " quixotic Ωmega" * 200
+    (tmp_path / "a.txt").write_text(train + val, encoding="utf-8")
+    run_prepare("a.txt", "--tokenizer=bpe", "--vocab_size=280", cwd=tmp_path)
+    tokenizer = load_tokenizer(tmp_path / "data" / "a")
+    assert len(tokenizer.encode(" bottles")) == 1 and len(tokenizer.encode(" quixotic")) > 5
+    run_prepare("a.txt", "--tokenizer=char", "--name=b", cwd=tmp_path)
+    data = tmp_path / "data" / "b"
+    assert "Ω" in split_text(data, "val") and "Ω" not in split_text(data, "train")
 
 
 def test_embedded_validation_text_is_not_in_the_training_text(tmp_path, monkeypatch):
