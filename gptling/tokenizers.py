@@ -28,7 +28,6 @@ from gptling.files import read_json
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PIECE = 1 << 16  # characters that are drawn or left out together
 BPE_SAMPLE = 100_000_000  # characters that a BPE is made from, at most
-BPE_PAYS = 200_000  # bytes of text from which on --tokenizer=auto makes a BPE
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
 # GPT-2's published tokenizer.json leaves its pattern out: ByteLevel with use_regex stands for it.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -80,10 +79,11 @@ def bpe_tokens(sample: list[str], n: int) -> list[bytes]:
 
 
 def bpe_size(n_bytes: int) -> int:
-    """How many tokens a BPE of a text of so many bytes has: the power of two that is nearest to 20
-    times their cube root, fitted in docs/one_dial.md; 0 where characters do as well."""
-    size = 1 << round(math.log2(20 * max(1, n_bytes) ** (1 / 3)))
-    return min(size, 1 << 15) if n_bytes >= BPE_PAYS else 0
+    """How many tokens a BPE of a text of so many bytes has, 0 where characters are better: 512, and
+    from 0.5 MB on the power of two that is nearest to 20 times the cube root of the bytes."""
+    if n_bytes < 500_000:  # fitted to the sweeps in docs/one_dial.md
+        return 512 if n_bytes >= 50_000 else 0
+    return min(1 << round(math.log2(20 * n_bytes ** (1 / 3))), 1 << 15)
 
 
 def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:

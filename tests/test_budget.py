@@ -262,13 +262,14 @@ def words(n_bytes):
     "text, name, size",
     [
         (words(1000), "char", (20, 30)),
-        (words(100_000), "char", (27, 30)),
-        (words(400_000), "bpe", (1024, 1024)),
+        (words(30_000), "char", (27, 30)),
+        (words(100_000), "bpe", (512, 512)),
+        (words(400_000), "bpe", (512, 512)),
         (words(10_000_000), "bpe", (4096, 4096)),
         ("x" * 10_000_000, "byte", (257, 257)),
         ("我们" * 100, "char", (2, 4)),
     ],
-    ids=["1 kB", "100 kB", "400 kB", "10 MB", "one character", "no spaces"],
+    ids=["1 kB", "30 kB", "100 kB", "400 kB", "10 MB", "one character", "no spaces"],
 )
 def test_the_texts_length_decides_what_its_tokens_are(text, name, size):
     tokenizer = build_tokenizer("auto", [text])

@@ -51,7 +51,7 @@ def test_embedded_corpus_needs_nothing(tmp_path):
     assert sorted(text.split(END_OF_TEXT)) == sorted([*texts.values(), ""])
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["quickstart"]
     assert meta_of(data)["documents"] == len(texts)
-    assert (meta_of(data)["tokenizer"], meta_of(data)["vocab_size"]) == ("bpe", 1024)
+    assert (meta_of(data)["tokenizer"], meta_of(data)["vocab_size"]) == ("bpe", 512)
     assert meta_of(data)["characters"] == sum(map(len, texts.values()))
 
 
