@@ -24,7 +24,7 @@ STARTED = time.perf_counter() - time.process_time()  # of this process, whose im
 SHAPES = [(2, 64, 64, 2048), (2, 96, 64, 2048), (2, 128, 64, 2048), (2, 192, 128, 2048)]
 SHAPES += [(3, 256, 128, 4096), (4, 384, 256, 8192), (6, 512, 256, 16_384)]
 SHAPES += [(12, 768, 512, 65_536), (16, 1024, 1024, 131_072)]
-TOKENS_PER_PARAMETER = 1.7  # that a run sees, counted by their worth
+TOKENS_PER_PARAMETER, LEAST_STEPS = 1.7, 300  # that a run sees, counted by their worth; and has
 MEASURING = 0.1, 15.0  # share of the time that measuring takes, and seconds, at most
 EVALUATING = 0.08  # share of the time, at most
 RESERVE, SAVING = 1.05, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
@@ -58,7 +58,7 @@ def plan_run(config, given: dict, kept: set[str], set_up, processes: Processes):
         time_of_a_step(model, idx, processes)  # allocates, and compiles
         times = [time_of_a_step(model, idx, processes)]
         n = int(min(MEASURING[0] * 60 * config.minutes, MEASURING[1]) / 3 / times[0]) - 2
-        times += [time_of_a_step(model, idx, processes) for _ in range(max(1, min(8, n)))]
+        times += [time_of_a_step(model, idx, processes) for _ in range(min(8, n))]
         return micro_steps * statistics.median(times)
 
     def seconds_left():
@@ -82,7 +82,7 @@ def plan_run(config, given: dict, kept: set[str], set_up, processes: Processes):
 def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_of_a_step, memory, world_size=1):
     """The fields of train.py that make the best of seconds_left(), with those that are `kept` as
     they are. seconds_of_a_step(fields): asked for three sizes at most; memory: free bytes."""
-    ladder = [fields_of(shape, kept, text, memory, world_size) for shape in SHAPES]
+    ladder = [fields_of(*shape, kept, text, memory, world_size) for shape in SHAPES]
     ladder = [sizes for sizes in ladder if sizes["n_embd"] % sizes["n_head"] == 0]
     ladder = [sizes for sizes in ladder if needed_memory(sizes, text) < memory] or ladder[:1]
     parameters = [count_parameters(sizes, text) for sizes in ladder]
@@ -92,7 +92,8 @@ def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_of_a_step, memo
         near = min(measured, key=lambda other: abs(other - i))
         tokens = seconds / measured[near] * tokens_of_a_step(ladder[near])
         tokens *= parameters[near] / parameters[i]
-        return worth(tokens, text.tokens) >= TOKENS_PER_PARAMETER * parameters[i]
+        enough = worth(tokens, text.tokens) >= TOKENS_PER_PARAMETER * parameters[i]
+        return enough and tokens >= LEAST_STEPS * tokens_of_a_step(ladder[i])
 
     while best not in measured and len(measured) < 3:
         measured[best] = seconds_of_a_step(ladder[best])
@@ -115,9 +116,8 @@ def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_of_a_step, memo
     return sizes | {"max_iters": steps} | rates | evaluations | kept
 
 
-def fields_of(shape, kept: dict[str, Any], text: Text, memory: float, world_size: int):
+def fields_of(layers, width, block_size, tokens, kept, text: Text, memory: float, world_size: int):
     """The sizes of a model and of its steps, in micro-batches that memory has room for."""
-    layers, width, block_size, tokens = shape
     width = kept.get("n_embd", width)
     heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)
     sizes = {"n_layer": layers, "n_embd": width, "block_size": min(block_size, text.longest)}

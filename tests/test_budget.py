@@ -120,6 +120,8 @@ def test_what_is_given_stays_and_the_rest_is_planned_around_it():
     assert {name: fields[name] for name in kept} == kept
     assert fields["n_head"] == 2 and fields["min_lr"] == pytest.approx(1e-6)
     assert fields["max_iters"] > 10
+    small = Machine(MANY_BOOKS, 1).plan(n_layer=2, n_embd=64)
+    assert small["max_iters"] > 250 and small["block_size"] <= 128
     deep, free = Machine(MANY_BOOKS, 60).plan(n_layer=16), Machine(MANY_BOOKS, 60).plan()
     assert deep["n_layer"] == 16 and deep["n_embd"] < free["n_embd"]
     assert Machine(MANY_BOOKS, 2).plan(n_embd=100)["n_head"] in (1, 2)  # divides it
