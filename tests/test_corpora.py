@@ -89,8 +89,12 @@ def test_the_text_is_read_once_unless_the_tokenizer_is_made_from_it(tmp_path, mo
     readings = count_readings(monkeypatch)
     prepare(PrepareConfig(("a.jsonl",), "byte"))
     assert readings == ["a.jsonl"]
-    prepare(PrepareConfig(("a.jsonl",), "char", overwrite=True))
+    prepare(PrepareConfig(("a.jsonl",), "bpe", vocab_size=260, overwrite=True))
     assert readings == ["a.jsonl"] * 3
+    prepare(
+        PrepareConfig(("a.jsonl",), "char", overwrite=True)
+    )  # of all the text, not that to train
+    assert readings == ["a.jsonl"] * 6
 
 
 @pytest.mark.parametrize(
