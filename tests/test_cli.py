@@ -74,7 +74,7 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path, empty):
     assert parse(str(b), str(a), "--name=c", default_preset=empty)[0].name == "c"
     assert parse() == parse(default_preset=empty) == (Example(), {}, set())
     assert parse(default_preset=a)[0].width == 4
-    config, _ = parse(str(b), default_preset=a)
+    config, *_ = parse(str(b), default_preset=a)
     assert (config.width, config.name) == (4, "b"), "what b does not say is as in a"
 
 
