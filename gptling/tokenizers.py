@@ -61,21 +61,16 @@ def make_byte(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
 def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
     """A byte-level BPE of `vocab_size` tokens (0: 4,096), end-of-text always among them. Raises
     UserError where the texts have too few pairs to merge."""
-    vocab_size = vocab_size or 4096
-    tokens = bpe_tokens(draw_sample(texts, BPE_SAMPLE), vocab_size - 1)
-    if len(tokens) < vocab_size - 1:
-        used_up = f"this text is used up at {len(tokens) + 1}"
-        raise UserError(f"--vocab_size={vocab_size}: {used_up}: give that or less, or more text")
-    return _tokenizer("bpe", BPE_PATTERN, tokens, end_of_text=True)
-
-
-def bpe_tokens(sample: list[str], n: int) -> list[bytes]:
-    """The tokens of a BPE made from these texts, at most `n`, in the order of its merges."""
     trainer = rustbpe.Tokenizer()
+    vocab_size = vocab_size or 4096
+    sample = iter(draw_sample(texts, BPE_SAMPLE))
     # A few texts at a time, for the trainer copies them.
-    trainer.train_from_iterator(iter(sample), n, buffer_size=256, pattern=BPE_PATTERN)
+    trainer.train_from_iterator(sample, vocab_size - 1, buffer_size=256, pattern=BPE_PATTERN)
     ranks = dict(trainer.get_mergeable_ranks())
-    return sorted(ranks, key=ranks.get)
+    if len(ranks) < vocab_size - 1:
+        used_up = f"this text is used up at {len(ranks) + 1}"
+        raise UserError(f"--vocab_size={vocab_size}: {used_up}: give that or less, or more text")
+    return _tokenizer("bpe", BPE_PATTERN, sorted(ranks, key=ranks.get), end_of_text=True)
 
 
 def bpe_size(n_bytes: int) -> int:
@@ -102,10 +97,10 @@ def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
     sample = draw_sample(counted(), BPE_SAMPLE)
     if not (size := bpe_size(n_bytes)):
         return make_char(sample, 0, end_of_text)
-    tokens = bpe_tokens(sample, size - 1)
-    if len(tokens) < size - 1:
+    try:
+        return make_bpe(sample, size, end_of_text)
+    except UserError:  # used up
         return make_byte(texts, 0, end_of_text)
-    return _tokenizer("bpe", BPE_PATTERN, tokens, end_of_text=True)
 
 
 TOKENIZERS = {"auto": make_auto, "char": make_char, "byte": make_byte, "bpe": make_bpe}
