@@ -92,8 +92,6 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
         check_numbers(self)
         if not is_plain_name(self.dataset):
             raise ValueError(f"--dataset={self.dataset!r}: give a name under data/, not a path")
-        if self.min_lr > self.learning_rate and not self.resume:  # then the run's own counts
-            raise ValueError(f"--min_lr={self.min_lr} is above the learning_rate: lower it")
         if self.resume + self.overwrite + self.eval_only > 1:
             raise ValueError("--resume, --overwrite and --eval_only exclude each other")
         if self.minutes and (self.resume or self.eval_only):
@@ -203,19 +201,20 @@ def main():
     if missing and processes.is_main and not config.eval_only:
         prepare(PrepareConfig())
     processes.barrier()
-    if not (kept & {"minutes", "max_iters"} or state or config.eval_only):
-        config.minutes = float(config.dataset != "quickstart")  # whose preset says how long
-    if config.minutes or "minutes" in kept:
+    if not (kept & {"minutes", "max_iters"} or config.dataset == "quickstart"):
+        config.minutes = 1.0
+    if (config.minutes or "minutes" in kept) and not (state or config.eval_only):
         set_up_candidate = partial(set_up, source=source, processes=processes)
         plan_run(config, given, kept, set_up_candidate, processes)
+    if config.min_lr > config.learning_rate:
+        raise UserError(f"--min_lr={config.min_lr} is above the learning_rate: lower it")
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
         changed = f"{data.directory} is not what {config.out_dir} was trained on"
         raise UserError(f"{changed}: prepare that again, or give --allow_changed_data=True")
 
     # ------------------------------------------------------------ model and optimizers
-    set_up_run = set_up(config, data, source, processes)
-    model, parallel, compiled, autocast, dtype, optimizers = set_up_run
+    model, parallel, compiled, autocast, dtype, optimizers = set_up(config, data, source, processes)
     config.vocab_size = model.config.vocab_size
     if config.eval_only:
         with autocast:

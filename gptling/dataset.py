@@ -66,7 +66,9 @@ class Dataset:
         self.train = [open_tokens(file) for file in files]
         self.val = open_tokens(directory / "val.npy")
         self.block_size, self.n_tokens = block_size, sum(map(len, self.train))
-        for split, n in (("train", max(map(len, self.train))), ("val", len(self.val))):
+        splits = {"train": max(map(len, self.train)), "val": len(self.val)}
+        self.longest = min(splits.values()) - 1  # sequence that both have
+        for split, n in splits.items():
             if n <= block_size:
                 few = f"the {split} split has {n} tokens, but block_size + 1 is {block_size + 1}"
                 raise UserError(f"{directory}: {few}: prepare more text, or lower --block_size")

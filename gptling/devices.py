@@ -94,13 +94,14 @@ def keep_freed_memory():
 
 
 def free_memory(device: str) -> int:
-    """In bytes; 4 GB where the system does not say."""
+    """In bytes, for this process; 4 GB on a CPU whose system does not say."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
+    free, sharing = 4 * 10**9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvail"))
-    return 4 * 10**9
+        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvail"))
+    return free // sharing
 
 
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:

@@ -17,10 +17,10 @@ from gptling.budget import (
     TOKENS_PER_PARAMETER,
     Text,
     count_parameters,
+    effective_tokens,
     needed_memory,
     plan,
-    tokens_of_a_step,
-    worth,
+    tokens_per_step,
 )
 from gptling.tokenizers import build_tokenizer
 from tests.conftest import ROOT, run_here, run_script
@@ -39,7 +39,7 @@ class Machine:
 
     def time_a_step(self, fields):
         self.measured.append(fields)
-        step = 6 * count_parameters(fields, self.text) * tokens_of_a_step(fields) / self.flops
+        step = 6 * count_parameters(fields, self.text) * tokens_per_step(fields) / self.flops
         self.left -= 5 * step
         return step
 
@@ -48,7 +48,7 @@ class Machine:
 
 
 def tokens_seen(fields):
-    return fields["max_iters"] * tokens_of_a_step(fields)
+    return fields["max_iters"] * tokens_per_step(fields)
 
 
 @pytest.mark.parametrize("text", [TEXT_OF_A_BOOK, MANY_BOOKS])
@@ -59,7 +59,9 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(text
     sizes = [count_parameters(fields, text) for fields in plans]
     assert sizes == sorted(sizes) and sizes[-1] > 3 * sizes[0]
     for size, fields, longer in zip(sizes, plans, plans[1:], strict=False):
-        assert worth(tokens_seen(fields), text.tokens) > 0.9 * TOKENS_PER_PARAMETER * size
+        assert (
+            effective_tokens(tokens_seen(fields), text.tokens) > 0.9 * TOKENS_PER_PARAMETER * size
+        )
         if fields["n_embd"] == longer["n_embd"] and fields["n_layer"] == longer["n_layer"]:
             assert tokens_seen(longer) > 1.5 * tokens_seen(fields)
 
@@ -80,9 +82,9 @@ def test_a_machine_whose_speed_jumps_is_not_measured_for_ever():
 
 def test_repeated_tokens_are_worth_less_and_less():
     """Muennighoff et al. 2023: up to four epochs as good as new; after many, no more than 16.4."""
-    assert worth(500, 1000) == 500
-    assert worth(4000, 1000) == pytest.approx(3728, rel=0.01)
-    assert worth(10**6, 1000) == pytest.approx(16_400, rel=0.01)
+    assert effective_tokens(500, 1000) == 500
+    assert effective_tokens(4000, 1000) == pytest.approx(3728, rel=0.01)
+    assert effective_tokens(10**6, 1000) == pytest.approx(16_400, rel=0.01)
 
 
 def test_a_short_text_seen_often_has_dropout_and_a_model_that_is_not_too_large():
@@ -107,7 +109,7 @@ def test_measuring_steps_and_evaluations_fit_into_the_time(text, minutes):
     step = machine.time_a_step(fields)
     n = -(-fields["max_iters"] // fields["eval_interval"])
     evaluated = min(fields["eval_tokens"] or text.val_tokens, text.val_tokens)
-    evaluating = n * evaluated * step / tokens_of_a_step(fields) / 3
+    evaluating = n * evaluated * step / tokens_per_step(fields) / 3
     assert evaluating < 0.1 * 60 * minutes
     training = fields["max_iters"] * step
     spent = 60 * minutes - machine.left - 5 * step  # by measuring
@@ -146,7 +148,7 @@ def test_a_plan_never_needs_more_memory_than_is_free(memory):
 def test_less_memory_than_a_step_needs_is_met_by_accumulating():
     fields = dict(n_embd=768, n_layer=12, block_size=512)
     much, little = (Machine(MANY_BOOKS, 10_000, 1e13).plan(n, **fields) for n in (1e12, 1e10))
-    assert tokens_of_a_step(much) == tokens_of_a_step(little)
+    assert tokens_per_step(much) == tokens_per_step(little)
     assert little["gradient_accumulation_steps"] > 1 == much["gradient_accumulation_steps"]
 
 
