@@ -20,11 +20,11 @@ from gptling.loss import loss_and_terms
 from gptling.processes import Processes
 
 STARTED = time.perf_counter() - time.process_time()  # of this process, whose imports were work
-# Sizes to choose from: n_layer, n_embd, block_size, tokens per step.
-SHAPES = [(2, 64, 64, 2048), (2, 96, 64, 2048), (2, 128, 64, 2048), (2, 192, 128, 2048)]
-SHAPES += [(3, 256, 128, 4096), (4, 384, 256, 8192), (6, 512, 256, 16_384)]
-SHAPES += [(12, 768, 512, 65_536), (16, 1024, 1024, 131_072)]
-TOKENS_PER_PARAMETER, MIN_STEPS = 1.7, 300  # of a run; tokens by what they are worth
+# Layers and widths to choose from: the largest that sees so many tokens for each of its parameters,
+# or all of the text so often, and has no more parameters for each token of the text.
+SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
+TOKENS_PER_PARAMETER, EPOCHS, PARAMETERS_PER_TOKEN = 1.7, 6, 20
+MOST_EPOCHS, FEWEST_STEPS = 32, 200  # of a run; where both bind it is shorter than the time
 MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time, at most
 EVALUATING_SHARE = 0.08  # of the time, at most
 RESERVE, SAVING = 1.05, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
@@ -39,20 +39,13 @@ class Text(NamedTuple):
     longest: int
 
 
-def effective_tokens(tokens: float, unique_tokens: int) -> float:
-    """How many tokens seen once teach as much (https://arxiv.org/abs/2305.16264, eq. 5, R*_D)."""
-    repeats = max(0.0, tokens / unique_tokens - 1)
-    return min(tokens, unique_tokens) * (1 + 15.4 * (1 - math.exp(-repeats / 15.4)))
-
-
 def tokens_per_step(fields: dict[str, Any]) -> int:
     return math.prod(fields[k] for k in ("batch_size", "block_size", "gradient_accumulation_steps"))
 
 
 def count_parameters(sizes: dict[str, Any], text: Text) -> int:
     """About as many as a GPT of these sizes has."""
-    width = sizes["n_embd"]
-    return 12 * sizes["n_layer"] * width**2 + width * (text.vocab_size + sizes["block_size"])
+    return 12 * sizes["n_layer"] * sizes["n_embd"] ** 2 + sizes["n_embd"] * text.vocab_size
 
 
 def needed_memory(sizes: dict[str, Any], text: Text) -> float:
@@ -62,60 +55,103 @@ def needed_memory(sizes: dict[str, Any], text: Text) -> float:
     return 20 * count_parameters(sizes, text) + 4 * tokens * activations
 
 
-def sizes_of(layers, width, block_size, tokens, kept, text: Text, memory: float, world_size: int):
-    """The sizes of a model and of its steps, in micro-batches that memory has room for."""
-    width = kept.get("n_embd", width)
+def power_of_two(x: float) -> int:
+    """The nearest one, by ratio."""
+    return 1 << round(math.log2(x))
+
+
+def sizes_of(n_layer: int, n_embd: int, kept: dict[str, Any]) -> dict[str, int]:
+    """Of a model, those that are kept as they are: heads of 32, from a width of 256 on of 64."""
+    width = kept.get("n_embd", n_embd)
     heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)
-    sizes = {"n_layer": layers, "n_embd": width, "block_size": min(block_size, text.longest)}
-    sizes |= {"n_head": next(n for n in heads if width % n == 0)}
-    sizes |= {"gradient_accumulation_steps": world_size}
-    sizes |= {name: kept[name] for name in sizes.keys() & kept.keys()}
-    sequences = tokens / sizes["block_size"] / sizes["gradient_accumulation_steps"]
-    sizes |= {"batch_size": kept.get("batch_size", max(1, round(sequences)))}
+    n_head = kept.get("n_head", next(n for n in heads if width % n == 0))
+    width = kept.get("n_embd", math.ceil(width / n_head) * n_head)
+    return {"n_layer": kept.get("n_layer", n_layer), "n_head": n_head, "n_embd": width}
+
+
+def batches_of(sizes, tokens: float, kept: dict[str, Any], text: Text, memory: float, world_size):
+    """The sizes, and the sequences and batches for a run of so many tokens, in micro-batches that
+    memory has room for."""
+    block_size = min(1024, power_of_two(max(32, math.sqrt(tokens) / 18)), text.longest)
+    fields = sizes | {"block_size": block_size, "gradient_accumulation_steps": world_size}
+    fields |= {name: kept[name] for name in fields.keys() & kept.keys()}
+    step_tokens = power_of_two(9.3 * max(1e5, tokens) ** 0.383)  # https://arxiv.org/abs/2505.13738
+    sequences = step_tokens / fields["block_size"] / fields["gradient_accumulation_steps"]
+    fields |= {"batch_size": kept.get("batch_size", max(1, round(sequences)))}
     may_accumulate = not kept.keys() & {"batch_size", "gradient_accumulation_steps"}
-    while may_accumulate and sizes["batch_size"] % 2 == 0 and needed_memory(sizes, text) > memory:
-        sizes["batch_size"] //= 2
-        sizes["gradient_accumulation_steps"] *= 2
-    return sizes
+    while needed_memory(fields, text) > memory:
+        if may_accumulate and fields["batch_size"] % 2 == 0:
+            fields["batch_size"] //= 2
+            fields["gradient_accumulation_steps"] *= 2
+        elif "block_size" not in kept and fields["block_size"] > 32:
+            fields["block_size"] //= 2
+        else:
+            break
+    return fields
 
 
 def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_per_step, memory, world_size=1):
     """The fields of train.py that make the best of seconds_left(), with those that are `kept` as
-    they are. seconds_per_step(fields): asked for three sizes at most; memory: free bytes."""
-    candidates = [sizes_of(*shape, kept, text, memory, world_size) for shape in SHAPES]
-    candidates = [one for one in candidates if one["n_embd"] % one["n_head"] == 0]
-    candidates = [one for one in candidates if needed_memory(one, text) < memory] or candidates[:1]
-    parameters = [count_parameters(sizes, text) for sizes in candidates]
+    they are. seconds_per_step(fields): asked for three sizes, and once more for the chosen one as
+    it will be trained; memory: free bytes."""
+    candidates, goals = [], []  # fields, and the tokens that a run of them should see
+    for shape in SHAPES:
+        sizes = sizes_of(*shape, kept)
+        n_parameters = count_parameters(sizes, text)
+        goal = min(TOKENS_PER_PARAMETER * n_parameters, EPOCHS * text.tokens)
+        fields = batches_of(sizes, goal, kept, text, memory, world_size)
+        fields["dropout"] = kept.get("dropout", 0.1 if goal == EPOCHS * text.tokens else 0.0)
+        fits = needed_memory(fields, text) < memory
+        fits = fits and n_parameters <= PARAMETERS_PER_TOKEN * text.tokens
+        if not candidates or (fits and fields not in candidates):
+            candidates.append(fields)
+            goals.append(goal)
     seconds, measured, best = seconds_left(), {}, min(1, len(candidates) - 1)
 
-    def sees_enough(i):  # a token's time grows as the parameters do
+    def tokens_seen(i):  # a token's time grows as the parameters do
         near = min(measured, key=lambda other: abs(other - i))
-        tokens = seconds / measured[near] * tokens_per_step(candidates[near])
-        tokens *= parameters[near] / parameters[i]
-        enough = effective_tokens(tokens, text.tokens) >= TOKENS_PER_PARAMETER * parameters[i]
-        return enough and tokens >= MIN_STEPS * tokens_per_step(candidates[i])
+        ratio = count_parameters(candidates[near], text) / count_parameters(candidates[i], text)
+        return seconds / measured[near] * ratio
 
     while best not in measured and len(measured) < 3:
-        measured[best] = seconds_per_step(candidates[best])
-        best = max(filter(sees_enough, range(len(candidates))), default=0)
+        fields = candidates[best]
+        measured[best] = seconds_per_step(fields) / tokens_per_step(fields)
+        enough = (i for i, goal in enumerate(goals) if tokens_seen(i) >= goal)
+        best = max(enough, default=0)
     best = min(measured, key=lambda i: abs(i - best))
-    sizes, step = candidates[best], RESERVE * measured[best]
-    step_tokens = tokens_per_step(sizes)
+    tokens = min(tokens_seen(best), MOST_EPOCHS * text.tokens)
+    epochs = tokens / text.tokens  # fewer with dropout, which takes time
+    dropout = 0.2 if epochs >= 25 else 0.1 if epochs >= 12 else 0.0
+    dropout = kept.get("dropout", max(dropout, candidates[best]["dropout"]))
+    fields = batches_of(candidates[best], tokens, kept, text, memory, world_size)
+    fields |= {"dropout": dropout}
+    step = measured[best] * tokens_per_step(fields)
+    step = RESERVE * (step if fields == candidates[best] else seconds_per_step(fields))
+    return fields | schedule(fields, step, seconds_left() - SAVING, kept, text) | kept
+
+
+def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Text):
+    """Steps of so many seconds each, evaluations and learning rates that fill these seconds."""
     n_evaluations = max(3, min(10, int(seconds // 60)))
-    left = max(step, seconds_left() - SAVING)
-    interval = kept.get("eval_interval", left / step / n_evaluations)  # in steps
-    affordable = max(sizes["block_size"], int(EVALUATING_SHARE * interval * 3 * step_tokens))
+    seconds = max(step, seconds)
+    interval = kept.get("eval_interval", seconds / step / n_evaluations)  # in steps
+    step_tokens = tokens_per_step(fields)
+    affordable = max(fields["block_size"], int(EVALUATING_SHARE * interval * 3 * step_tokens))
     eval_tokens = kept.get("eval_tokens", affordable if affordable < text.val_tokens else 0)
     evaluated = min(eval_tokens or text.val_tokens, text.val_tokens)
     evaluation = evaluated / step_tokens * step / 3 + SAVING  # seconds: without a backward pass
-    steps = max(1, int(left / (step + evaluation / interval)))
-    epochs = steps * step_tokens / text.tokens
-    rate = kept.get("learning_rate", 1e-2 * min(1, 192 / sizes["n_embd"]))
-    fields = {"learning_rate": rate, "min_lr": rate / 100, "warmup_iters": math.ceil(steps / 50)}
-    fields |= {"muon_lr": 0.05 * min(1, math.sqrt(128 / sizes["n_embd"])), "max_iters": steps}
-    fields |= {"dropout": 0.0 if epochs < 8 else 0.1 if epochs < 25 else 0.2}
-    fields |= {"eval_interval": math.ceil(steps / n_evaluations), "eval_tokens": eval_tokens}
-    return sizes | fields | kept
+    most_steps = max(FEWEST_STEPS, MOST_EPOCHS * text.tokens // step_tokens)
+    steps = max(1, min(most_steps, int(seconds / (step + evaluation / interval))))
+    width, trained = fields["n_embd"], kept.get("init_from", "scratch") != "scratch"
+    rate = 0.01 * min(1, 192 / width)
+    if kept.get("optimizer") == "adamw":  # which has the matrices, too
+        rate = 0.001 * math.sqrt(256 / width)
+    rate = kept.get("learning_rate", rate / 10 if trained else rate)
+    muon_lr = 0.05 * min(1, math.sqrt(128 / width))
+    planned = {"max_iters": steps, "warmup_iters": math.ceil(steps / 50)}
+    planned |= {"learning_rate": rate, "min_lr": rate / 100}
+    planned |= {"muon_lr": muon_lr / 10 if trained else muon_lr}
+    return planned | {"eval_interval": math.ceil(steps / n_evaluations), "eval_tokens": eval_tokens}
 
 
 def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: Processes):
@@ -138,7 +174,7 @@ def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: P
         idx = torch.randint(text.vocab_size, (batch_size, candidate.block_size))
         idx, times = processes.to_device(idx), []
         _, parallel, compiled, autocast, _, optimizers = set_up(candidate, data)
-        seconds = min(MEASURING_SHARE * 60 * config.minutes, MEASURING_SECONDS) / 3
+        seconds = min(MEASURING_SHARE * 60 * config.minutes, MEASURING_SECONDS) / 4
         while len(times) < 2 or (len(times) < 10 and sum(times) < seconds):
             start = time.perf_counter()
             for _ in range(micro_steps):
@@ -168,4 +204,6 @@ def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: P
         f"{config.minutes:g} min here: {config.n_layer} layers of {config.n_embd}, sequences of "
         f"{config.block_size}, {step_tokens // config.block_size} at a time, "
         f"{config.max_iters:,} steps ({config.max_iters * step_tokens / text.tokens:.1f} epochs)"
+        + f", dropout {config.dropout:g}"
+        * (config.dropout > 0)
     )

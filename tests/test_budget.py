@@ -1,5 +1,6 @@
 """--minutes: the plan as a function of the text, the time and the machine; and the run it plans."""
 
+import itertools
 import json
 import random
 import re
@@ -14,12 +15,18 @@ import pytest
 from safetensors.torch import load_file
 
 from gptling.budget import (
+    EPOCHS,
+    FEWEST_STEPS,
+    MOST_EPOCHS,
+    PARAMETERS_PER_TOKEN,
+    SHAPES,
     TOKENS_PER_PARAMETER,
     Text,
+    batches_of,
     count_parameters,
-    effective_tokens,
     needed_memory,
     plan,
+    sizes_of,
     tokens_per_step,
 )
 from gptling.tokenizers import build_tokenizer
@@ -40,6 +47,7 @@ class Machine:
     def time_a_step(self, fields):
         self.measured.append(fields)
         step = 6 * count_parameters(fields, self.text) * tokens_per_step(fields) / self.flops
+        step *= 1.4 if fields["dropout"] else 1
         self.left -= 5 * step
         return step
 
@@ -59,11 +67,36 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(text
     sizes = [count_parameters(fields, text) for fields in plans]
     assert sizes == sorted(sizes) and sizes[-1] > 3 * sizes[0]
     for size, fields, longer in zip(sizes, plans, plans[1:], strict=False):
-        assert (
-            effective_tokens(tokens_seen(fields), text.tokens) > 0.9 * TOKENS_PER_PARAMETER * size
-        )
-        if fields["n_embd"] == longer["n_embd"] and fields["n_layer"] == longer["n_layer"]:
-            assert tokens_seen(longer) > 1.5 * tokens_seen(fields)
+        enough = min(TOKENS_PER_PARAMETER * size, EPOCHS * text.tokens)
+        assert tokens_seen(fields) > 0.75 * enough
+        most = MOST_EPOCHS * text.tokens
+        assert tokens_seen(longer) <= most
+        if size == count_parameters(longer, text) and fields["dropout"] == longer["dropout"]:
+            assert tokens_seen(longer) > min(1.5 * tokens_seen(fields), 0.99 * most)
+
+
+@pytest.mark.parametrize("minutes", [0.5, 5, 50, 500])
+@pytest.mark.parametrize("tokens", [300, 3000, 30_000])
+def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
+    """36 epochs of it took the loss up by half (docs/one_dial.md); a few hundred steps it gets."""
+    text = Text(tokens, val_tokens=tokens // 10, vocab_size=64, longest=tokens // 10 - 1)
+    fields = Machine(text, minutes).plan()
+    most = max(MOST_EPOCHS * tokens, FEWEST_STEPS * tokens_per_step(fields))
+    assert tokens_seen(fields) <= most
+    smallest = min(count_parameters(sizes_of(*shape, {}), text) for shape in SHAPES)
+    assert count_parameters(fields, text) <= max(PARAMETERS_PER_TOKEN * tokens, smallest)
+
+
+def test_longer_runs_have_longer_sequences_and_larger_batches():
+    """Of 1.3 million tokens 64 x 32, as the sweeps have it, and not in proportion to the tokens."""
+    plans = [
+        batches_of(sizes_of(2, 96, {}), 1.3e6 * 4**n, {}, MANY_BOOKS, 1e12, 1) for n in range(6)
+    ]
+    assert (plans[0]["block_size"], plans[0]["batch_size"]) == (64, 32)
+    for fields, longer in itertools.pairwise(plans):
+        assert longer["block_size"] in (2 * fields["block_size"], 1024)
+        assert 1 <= tokens_per_step(longer) / tokens_per_step(fields) <= 2
+    assert tokens_per_step(plans[-1]) == 16 * tokens_per_step(plans[0])
 
 
 def test_a_machine_whose_speed_jumps_is_not_measured_for_ever():
@@ -77,27 +110,28 @@ def test_a_machine_whose_speed_jumps_is_not_measured_for_ever():
     for _ in range(100):
         machine = MoodyMachine(MANY_BOOKS, 20)
         machine.plan()
-        assert 1 <= len(machine.measured) <= 3
+        assert 1 <= len({count_parameters(one, MANY_BOOKS) for one in machine.measured}) <= 3
+        assert len(machine.measured) <= 4  # the one it takes may be measured as it is trained
 
 
-def test_repeated_tokens_are_worth_less_and_less():
-    """Muennighoff et al. 2023: up to four epochs as good as new; after many, no more than 16.4."""
-    assert effective_tokens(500, 1000) == 500
-    assert effective_tokens(4000, 1000) == pytest.approx(3728, rel=0.01)
-    assert effective_tokens(10**6, 1000) == pytest.approx(16_400, rel=0.01)
+@pytest.mark.parametrize("minutes", [0.2, 1, 5, 20, 120])
+@pytest.mark.parametrize("text", [TEXT_OF_A_BOOK, MANY_BOOKS])
+def test_what_is_trained_was_measured_with_its_dropout_too(text, minutes):
+    """Dropout makes a step half as long again on a CPU."""
+    machine = Machine(text, minutes)
+    fields = machine.plan()
+    assert any(one.items() <= fields.items() for one in machine.measured)
+    assert all("dropout" in one for one in machine.measured)
 
 
-def test_a_short_text_seen_often_has_dropout_and_a_model_that_is_not_too_large():
-    short, long = (Machine(text, 120, 10 * FLOPS).plan() for text in (TEXT_OF_A_BOOK, MANY_BOOKS))
-    assert short["dropout"] >= 0.1 and long["dropout"] == 0
-    assert short["n_embd"] < long["n_embd"]
+def test_a_text_seen_often_has_dropout():
     plans = [Machine(TEXT_OF_A_BOOK, minutes).plan() for minutes in (0.5, 1, 2, 4, 8, 16, 32, 64)]
     dropouts = [fields["dropout"] for fields in plans]
-    assert dropouts == sorted(dropouts) and {0, 0.1, 0.2} <= set(dropouts)
+    assert dropouts == sorted(dropouts) and {0, 0.1} <= set(dropouts)
     for fields in plans:
         epochs = tokens_seen(fields) / TEXT_OF_A_BOOK.tokens
-        assert fields["dropout"] > 0 or epochs < 9
-        assert fields["dropout"] < 0.2 or epochs > 20
+        assert fields["dropout"] > 0 or epochs < 12
+        assert fields["dropout"] == 0 or epochs > 5
 
 
 @pytest.mark.parametrize("minutes", [0.2, 1, 5, 20, 120])
@@ -105,7 +139,7 @@ def test_a_short_text_seen_often_has_dropout_and_a_model_that_is_not_too_large()
 def test_measuring_steps_and_evaluations_fit_into_the_time(text, minutes):
     machine = Machine(text, minutes)
     fields = machine.plan()
-    assert 1 <= len(machine.measured) <= 3
+    assert 1 <= len(machine.measured) <= 4
     step = machine.time_a_step(fields)
     n = -(-fields["max_iters"] // fields["eval_interval"])
     evaluated = min(fields["eval_tokens"] or text.val_tokens, text.val_tokens)
@@ -129,6 +163,19 @@ def test_what_is_given_stays_and_the_rest_is_planned_around_it():
     assert Machine(MANY_BOOKS, 2).plan(n_embd=100)["n_head"] in (1, 2)  # divides it
     assert Machine(MANY_BOOKS, 2).plan(n_head=6)["n_embd"] % 6 == 0
     assert Machine(MANY_BOOKS, 2).plan(eval_tokens=500)["eval_tokens"] == 500
+
+
+def test_adamw_and_a_model_that_is_trained_already_have_lower_rates():
+    """By the sweeps: AdamW at 0.01 took a model of 128 from 2.22 to 2.75 bits per byte."""
+    new, adamw, trained = (
+        Machine(MANY_BOOKS, 1).plan(n_embd=256, **kept)
+        for kept in ({}, {"optimizer": "adamw"}, {"init_from": "out/other"})
+    )
+    assert adamw["learning_rate"] == 0.001 and adamw["min_lr"] == pytest.approx(1e-5)
+    for name in ("learning_rate", "muon_lr", "min_lr"):
+        assert trained[name] == pytest.approx(new[name] / 10)
+    kept = Machine(MANY_BOOKS, 1).plan(init_from="out/other", learning_rate=0.3, muon_lr=0.2)
+    assert (kept["learning_rate"], kept["muon_lr"]) == (0.3, 0.2)
 
 
 def test_a_sequence_is_no_longer_than_the_text():
