@@ -130,6 +130,11 @@ def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_per_step, memor
     return fields | schedule(fields, step, seconds_left() - SAVING, kept, text) | kept
 
 
+def most_steps(fields: dict[str, Any], text: Text) -> int:
+    """More would not help."""
+    return max(FEWEST_STEPS, MOST_EPOCHS * text.tokens // tokens_per_step(fields))
+
+
 def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Text):
     """Steps of so many seconds each, evaluations and learning rates that fill these seconds."""
     n_evaluations = max(3, min(10, int(seconds // 60)))
@@ -140,8 +145,8 @@ def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Te
     eval_tokens = kept.get("eval_tokens", affordable if affordable < text.val_tokens else 0)
     evaluated = min(eval_tokens or text.val_tokens, text.val_tokens)
     evaluation = evaluated / step_tokens * step / 3 + SAVING  # seconds: without a backward pass
-    most_steps = max(FEWEST_STEPS, MOST_EPOCHS * text.tokens // step_tokens)
-    steps = max(1, min(most_steps, int(seconds / (step + evaluation / interval))))
+    steps = max(1, int(seconds / (step + evaluation / interval)))
+    steps = min(steps, most_steps(fields, text))
     width, trained = fields["n_embd"], kept.get("init_from", "scratch") != "scratch"
     rate = 0.01 * min(1, 192 / width)
     if kept.get("optimizer") == "adamw":  # which has the matrices, too
@@ -197,13 +202,13 @@ def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: P
     memory = -0.8 * processes.all_reduce_max(-free_memory(processes.device))
     fields = plan(values, text, seconds_left, seconds_per_step, memory, processes.world_size)
     vars(config).update(fields)
-    step_tokens = tokens_per_step(fields)
+    seen = config.max_iters * tokens_per_step(fields)
     print(
         f"{config.dataset}: {meta['train']['bytes'] / 1e6:.1f} MB to train on, {text.tokens:,} "
         f"tokens ({meta['tokenizer']}, vocabulary of {text.vocab_size:,}). "
         f"{config.minutes:g} min here: {config.n_layer} layers of {config.n_embd}, sequences of "
-        f"{config.block_size}, {step_tokens // config.block_size} at a time, "
-        f"{config.max_iters:,} steps ({config.max_iters * step_tokens / text.tokens:.1f} epochs)"
-        + f", dropout {config.dropout:g}"
-        * (config.dropout > 0)
+        f"{config.block_size}, {seen // config.max_iters // config.block_size} at a time, "
+        f"{config.max_iters:,} steps ({seen / text.tokens:.1f} epochs), dropout {config.dropout:g}"
+        + "; more of a text so short would not help"
+        * (fields["max_iters"] == most_steps(fields, text))
     )

@@ -150,6 +150,19 @@ def test_measuring_steps_and_evaluations_fit_into_the_time(text, minutes):
     assert 0.75 * 60 * minutes - 8 < training + evaluating + spent < 60 * minutes
 
 
+def test_a_text_that_repeats_gets_a_larger_model_rather_than_more_epochs():
+    for minutes in (2, 4, 8, 16, 32):
+        fields = Machine(TEXT_OF_A_BOOK, minutes).plan()
+        assert tokens_seen(fields) < 20 * TEXT_OF_A_BOOK.tokens
+    fresh = Machine(MANY_BOOKS._replace(vocab_size=TEXT_OF_A_BOOK.vocab_size), 32).plan()
+    assert count_parameters(fields, TEXT_OF_A_BOOK) > count_parameters(fresh, TEXT_OF_A_BOOK)
+
+
+def test_a_machine_that_is_too_slow_evaluates_one_sequence():
+    fields = Machine(MANY_BOOKS, 0.2, flops=1e8).plan(block_size=512)
+    assert fields["eval_tokens"] == 512 and fields["max_iters"] >= 1
+
+
 def test_what_is_given_stays_and_the_rest_is_planned_around_it():
     kept = dict(n_layer=7, n_embd=80, block_size=50, batch_size=3, learning_rate=1e-4, dropout=0.3)
     fields = Machine(MANY_BOOKS, 2).plan(**kept)
