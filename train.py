@@ -191,7 +191,7 @@ def main():
             source = find_checkpoint(config.init_from)
     if source:
         take_sizes(config, given, GPT, source)
-        kept |= GPTConfig.__dataclass_fields__.keys()
+        kept |= GPTConfig.__dataclass_fields__.keys() - {"dropout"}
     progress = state.get("progress", Progress())
     device = processes.use_device(config.device)
     choose_algorithms(config.deterministic)
@@ -207,7 +207,8 @@ def main():
         set_up_candidate = partial(set_up, source=source, processes=processes)
         plan_run(config, given, kept, set_up_candidate, processes)
     if config.min_lr > config.learning_rate:
-        raise UserError(f"--min_lr={config.min_lr} is above the learning_rate: lower it")
+        lower = f"lower it, or raise --learning_rate={config.learning_rate}"
+        raise UserError(f"--min_lr={config.min_lr} is above the learning_rate: {lower}")
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
         changed = f"{data.directory} is not what {config.out_dir} was trained on"

@@ -67,7 +67,7 @@ class Dataset:
         self.val = open_tokens(directory / "val.npy")
         self.block_size, self.n_tokens = block_size, sum(map(len, self.train))
         splits = {"train": max(map(len, self.train)), "val": len(self.val)}
-        self.longest = min(splits.values()) - 1  # sequence that both have
+        self.longest = min(splits.values()) - 1  # the longest sequence that both splits have
         for split, n in splits.items():
             if n <= block_size:
                 few = f"the {split} split has {n} tokens, but block_size + 1 is {block_size + 1}"

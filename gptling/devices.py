@@ -3,7 +3,9 @@
 import contextlib
 import ctypes
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from gptling.cli import UserError
+from gptling.loss import loss_and_terms
 
 
 def pick_device(device: str) -> str:
@@ -102,6 +105,31 @@ def free_memory(device: str) -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvail"))
     return free // sharing
+
+
+def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: float, slowest):
+    """The median of some steps that take no longer than `limit` seconds together, or one.
+
+    set_up: what train.py's function of this name returns; idx: (B, T), a micro-batch; slowest: of
+    the processes."""
+    _, parallel, compiled, autocast, _, optimizers = set_up
+    times = []
+    while not times or (sum(times) < limit and len(times) < 10):
+        start = time.perf_counter()
+        with autocast:
+            loss, terms = loss_and_terms(compiled(idx, idx))
+        sum(terms.values(), start=loss).backward()
+        loss.item()  # waits for a GPU
+        backward = time.perf_counter()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        next(compiled.parameters()).sum().item()
+        seconds = micro_steps * (backward - start) + time.perf_counter() - backward
+        times.append(slowest(seconds))
+    if compiled is not parallel:
+        torch.compiler.reset()  # what is compiled for a second shape would be for any
+    return statistics.median(times[1:] or times)  # the first one allocates, and compiles
 
 
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:

@@ -15,15 +15,14 @@ import pytest
 from safetensors.torch import load_file
 
 from gptling.budget import (
-    EPOCHS,
-    FEWEST_STEPS,
-    MOST_EPOCHS,
-    PARAMETERS_PER_TOKEN,
+    MAX_EPOCHS,
+    MAX_PARAMETERS_PER_TOKEN,
+    MAX_STEPS,
     SHAPES,
-    TOKENS_PER_PARAMETER,
     Text,
-    batches_of,
     count_parameters,
+    enough_tokens,
+    fields_for,
     needed_memory,
     plan,
     sizes_of,
@@ -51,8 +50,8 @@ class Machine:
         self.left -= 5 * step
         return step
 
-    def plan(self, memory=1e11, **kept):
-        return plan(kept, self.text, lambda: self.left, self.time_a_step, memory)
+    def plan(self, memory=1e11, world_size=1, **kept):
+        return plan(kept, self.text, lambda: self.left, self.time_a_step, memory, world_size)
 
 
 def tokens_seen(fields):
@@ -67,9 +66,9 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(text
     sizes = [count_parameters(fields, text) for fields in plans]
     assert sizes == sorted(sizes) and sizes[-1] > 3 * sizes[0]
     for size, fields, longer in zip(sizes, plans, plans[1:], strict=False):
-        enough = min(TOKENS_PER_PARAMETER * size, EPOCHS * text.tokens)
+        enough = enough_tokens(fields, text)
         assert tokens_seen(fields) > 0.75 * enough
-        most = MOST_EPOCHS * text.tokens
+        most = MAX_EPOCHS * text.tokens
         assert tokens_seen(longer) <= most
         if size == count_parameters(longer, text) and fields["dropout"] == longer["dropout"]:
             assert tokens_seen(longer) > min(1.5 * tokens_seen(fields), 0.99 * most)
@@ -81,16 +80,16 @@ def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
     """36 epochs of it took the loss up by half (docs/one_dial.md); a few hundred steps it gets."""
     text = Text(tokens, val_tokens=tokens // 10, vocab_size=64, longest=tokens // 10 - 1)
     fields = Machine(text, minutes).plan()
-    most = max(MOST_EPOCHS * tokens, FEWEST_STEPS * tokens_per_step(fields))
+    most = max(MAX_EPOCHS * tokens, MAX_STEPS * tokens_per_step(fields))
     assert tokens_seen(fields) <= most
     smallest = min(count_parameters(sizes_of(*shape, {}), text) for shape in SHAPES)
-    assert count_parameters(fields, text) <= max(PARAMETERS_PER_TOKEN * tokens, smallest)
+    assert count_parameters(fields, text) <= max(MAX_PARAMETERS_PER_TOKEN * tokens, smallest)
 
 
 def test_longer_runs_have_longer_sequences_and_larger_batches():
     """Of 1.3 million tokens 64 x 32, as the sweeps have it, and not in proportion to the tokens."""
     plans = [
-        batches_of(sizes_of(2, 96, {}), 1.3e6 * 4**n, {}, MANY_BOOKS, 1e12, 1) for n in range(6)
+        fields_for(1.3e6 * 4**n, sizes_of(2, 96, {}), {}, MANY_BOOKS, 1e12, 1) for n in range(6)
     ]
     assert (plans[0]["block_size"], plans[0]["batch_size"]) == (64, 32)
     for fields, longer in itertools.pairwise(plans):
@@ -160,7 +159,28 @@ def test_a_text_that_repeats_gets_a_larger_model_rather_than_more_epochs():
 
 def test_a_machine_that_is_too_slow_evaluates_one_sequence():
     fields = Machine(MANY_BOOKS, 0.2, flops=1e8).plan(block_size=512)
-    assert fields["eval_tokens"] == 512 and fields["max_iters"] >= 1
+    assert fields["eval_tokens"] == 512 and fields["max_iters"] == 1
+    fields = Machine(MANY_BOOKS, -1).plan()  # the time is over before it begins
+    assert fields["max_iters"] == 1 and fields["n_embd"] == min(width for _, width in SHAPES)
+
+
+def test_an_interval_longer_than_the_run_leaves_time_for_one_evaluation():
+    machine = Machine(MANY_BOOKS, 5)
+    fields = machine.plan(eval_interval=10**6, eval_tokens=2_000_000)
+    step = machine.time_a_step(fields)
+    evaluating = 2_000_000 * step / tokens_per_step(fields) / 3
+    assert evaluating > 30
+    assert fields["max_iters"] * step + evaluating < 300
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("accumulation", [None, 1, 3, 5])
+def test_all_processes_have_equally_many_sequences(world_size, accumulation):
+    kept = {"gradient_accumulation_steps": accumulation} if accumulation else {}
+    fields = Machine(MANY_BOOKS, 5).plan(world_size=world_size, **kept)
+    sequences = fields["batch_size"] * fields["gradient_accumulation_steps"]
+    assert sequences % world_size == 0
+    assert fields["gradient_accumulation_steps"] == (accumulation or world_size)
 
 
 def test_what_is_given_stays_and_the_rest_is_planned_around_it():
