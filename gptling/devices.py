@@ -108,25 +108,28 @@ def free_memory(device: str) -> int:
 
 
 def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: float, slowest):
-    """The median of some steps that take no longer than `limit` seconds together, or one.
-
-    set_up: what train.py's function of this name returns; idx: (B, T), a micro-batch; slowest: of
-    the processes."""
+    """The median of some steps, for about `limit` seconds; one with many micro-batches is worked
+    out from one of them. set_up: what train.py's function of this name returns; idx: (B, T), a
+    micro-batch; slowest: a number of seconds to the largest of all processes."""
     _, parallel, compiled, autocast, _, optimizers = set_up
-    times = []
-    while not times or (sum(times) < limit and len(times) < 10):
+    times, spent = [], 0.0
+    for n in range(10):
         start = time.perf_counter()
         with autocast:
             loss, terms = loss_and_terms(compiled(idx, idx))
         sum(terms.values(), start=loss).backward()
         loss.item()  # waits for a GPU
-        backward = time.perf_counter()
+        micro_batch = slowest(time.perf_counter() - start)
+        start = time.perf_counter()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         next(compiled.parameters()).sum().item()
-        seconds = micro_steps * (backward - start) + time.perf_counter() - backward
-        times.append(slowest(seconds))
+        update = slowest(time.perf_counter() - start)
+        times.append(micro_steps * micro_batch + update)
+        spent += micro_batch + update
+        if spent > limit and (n > 0 or spent > 4 * limit):
+            break
     if compiled is not parallel:
         torch.compiler.reset()  # what is compiled for a second shape would be for any
     return statistics.median(times[1:] or times)  # the first one allocates, and compiles

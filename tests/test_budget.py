@@ -1,5 +1,6 @@
 """--minutes: the plan as a function of the text, the time and the machine; and the run it plans."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ import time
 import tomllib
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from gptling.budget import (
@@ -28,6 +30,7 @@ from gptling.budget import (
     sizes_of,
     tokens_per_step,
 )
+from gptling.devices import seconds_of_step
 from gptling.tokenizers import build_tokenizer
 from tests.conftest import ROOT, run_here, run_script
 from tests.test_processes import finish, torchrun
@@ -121,6 +124,32 @@ def test_what_is_trained_was_measured_with_its_dropout_too(text, minutes):
     fields = machine.plan()
     assert any(one.items() <= fields.items() for one in machine.measured)
     assert all("dropout" in one for one in machine.measured)
+
+
+@pytest.mark.parametrize(
+    "limit, seconds, n_steps",
+    [(100, 3 * 2 + 0.5, 10), (9, 3 * 2 + 0.5, 2), (2, 3 * 10 + 0.5, 1)],
+    ids=["many", "two, for the first one allocates", "one, where it takes too long"],
+)
+def test_a_step_is_three_micro_batches_and_an_update(limit, seconds, n_steps, monkeypatch):
+    clock, steps = [0.0], []
+    monkeypatch.setattr("gptling.devices.time.perf_counter", lambda: clock[0])
+
+    class Model(torch.nn.Linear):
+        def forward(self, idx, targets):  # 10 s the first time, then 2 s
+            clock[0] += 10 if not steps else 2
+            return None, super().forward(torch.ones(1, 1)).sum()
+
+    class Optimizer(torch.optim.SGD):
+        def step(self):
+            clock[0] += 0.5
+            steps.append(clock[0])
+
+    model, idx = Model(1, 1), torch.zeros(1, 1)
+    optimizers = [Optimizer(model.parameters())]
+    set_up = (model, model, model, contextlib.nullcontext(), "float32", optimizers)
+    assert seconds_of_step(set_up, idx, 3, limit, lambda seconds: seconds) == seconds
+    assert len(steps) == n_steps
 
 
 def test_a_text_seen_often_has_dropout():
