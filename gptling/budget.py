@@ -131,13 +131,15 @@ def plan(
         ratio = count_parameters(candidates[near], text) / count_parameters(candidates[i], text)
         return seconds / seconds_per_token[near] * ratio
 
-    best = min(1, len(candidates) - 1)
+    best = min(2, len(candidates) - 1)  # where bfloat16 may begin
     while best not in seconds_per_token and len(seconds_per_token) < 3:
         step = seconds_per_step(candidates[best])
         seconds_per_token[best] = step / tokens_per_step(candidates[best])
         enough = [tokens_seen(i) >= enough_tokens(c, text) for i, c in enumerate(candidates)]
         best = max((i for i in range(len(candidates)) if enough[i]), default=0)
     best = min(seconds_per_token, key=lambda i: abs(i - best))
+    # A larger one that is no slower is better.
+    best = max(i for i, s in seconds_per_token.items() if s <= seconds_per_token[best])
     tokens = min(tokens_seen(best), MAX_EPOCHS * text.tokens)
     fields = fields_for(tokens, candidates[best], kept, text, memory, world_size)
     step = seconds_per_token[best] * tokens_per_step(fields)

@@ -116,6 +116,19 @@ def test_a_machine_whose_speed_jumps_is_not_measured_for_ever():
         assert len(machine.measured) <= 4  # the one it takes may be measured as it is trained
 
 
+def test_a_larger_model_that_is_faster_is_taken_although_it_sees_too_little():
+    """As on a CPU where bfloat16 pays from a width of 128 on."""
+
+    class Machine128(Machine):
+        def time_a_step(self, fields):
+            return super().time_a_step(fields) * (0.5 if fields["n_embd"] >= 128 else 1)
+
+    widths = [Machine128(MANY_BOOKS, 1.15**n).plan()["n_embd"] for n in range(20)]
+    assert 96 not in widths and 128 in widths and widths == sorted(widths)
+    widths = [Machine(MANY_BOOKS, 1.15**n).plan()["n_embd"] for n in range(20)]
+    assert 96 in widths
+
+
 @pytest.mark.parametrize("minutes", [0.2, 1, 5, 20, 120])
 @pytest.mark.parametrize("text", [TEXT_OF_A_BOOK, MANY_BOOKS])
 def test_what_is_trained_was_measured_with_its_dropout_too(text, minutes):
