@@ -23,8 +23,8 @@ STARTED = time.perf_counter() - time.process_time()  # of the program: importing
 # each of its parameters, or the text six times.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
 ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.7, 6
-MAX_PARAMETERS_PER_TOKEN = 20  # of the text
-MAX_EPOCHS, MAX_STEPS = 32, 200  # of a text that is short for the time: what comes later
+MAX_PARAMETERS_PER_TOKEN = 50  # of the text
+MAX_EPOCHS, MAX_STEPS = 12, 200  # of a text that is short for the time: what comes later
 MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time, at most
 EVALUATING_SHARE = 0.08  # of the time, at most
 RESERVE, SAVING = 1.05, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
@@ -79,11 +79,13 @@ def fields_for(tokens: float, sizes, kept: dict[str, Any], text: Text, memory: f
     """The sizes, and the dropout, sequences and batches that suit a run of so many tokens, in
     micro-batches that fit in the memory; but for what is kept."""
     # A model that is taken because it sees the text often has dropout from the beginning.
-    often = ENOUGH_EPOCHS if enough_tokens(sizes, text) >= ENOUGH_EPOCHS * text.tokens else 12
+    repeats = enough_tokens(sizes, text) == ENOUGH_EPOCHS * text.tokens
+    often = ENOUGH_EPOCHS if repeats else MAX_EPOCHS
     epochs = tokens / text.tokens
+    tokens = min(tokens, ENOUGH_EPOCHS * text.tokens)  # more often seen, they count no more
     fields = sizes | {
-        "dropout": 0.2 if epochs >= 25 else 0.1 if epochs >= often else 0.0,
-        "block_size": min(1024, power_of_two(max(32, math.sqrt(tokens) / 20)), text.longest),
+        "dropout": 0.1 if epochs >= often else 0.0,
+        "block_size": min(1024, power_of_two(max(64, math.sqrt(tokens) / 20)), text.longest),
         "gradient_accumulation_steps": world_size,
         "batch_size": 1,
     }
@@ -97,7 +99,7 @@ def fields_for(tokens: float, sizes, kept: dict[str, Any], text: Text, memory: f
         if may_accumulate and fields["batch_size"] % 2 == 0:
             fields["batch_size"] //= 2
             fields["gradient_accumulation_steps"] *= 2
-        elif "block_size" not in kept and fields["block_size"] > 32:
+        elif "block_size" not in kept and fields["block_size"] > 64:
             fields["block_size"] //= 2
         else:
             break

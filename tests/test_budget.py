@@ -80,7 +80,7 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(text
 @pytest.mark.parametrize("minutes", [0.5, 5, 50, 500])
 @pytest.mark.parametrize("tokens", [300, 3000, 30_000])
 def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
-    """36 epochs of it took the loss up by half (docs/one_dial.md); a few hundred steps it gets."""
+    """36 epochs took a loss up by half (docs/one_dial.md); a few hundred steps it gets."""
     text = Text(tokens, val_tokens=tokens // 10, vocab_size=64, longest=tokens // 10 - 1)
     fields = Machine(text, minutes).plan()
     most = max(MAX_EPOCHS * tokens, MAX_STEPS * tokens_per_step(fields))
@@ -91,14 +91,16 @@ def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
 
 def test_longer_runs_have_longer_sequences_and_larger_batches():
     """Of 1.3 million tokens 64 x 32, as the sweeps have it, and not in proportion to the tokens."""
-    plans = [
-        fields_for(1.3e6 * 4**n, sizes_of(2, 96, {}), {}, MANY_BOOKS, 1e12, 1) for n in range(6)
-    ]
+    books, sizes = MANY_BOOKS._replace(tokens=10**10), sizes_of(2, 96, {})
+    plans = [fields_for(1.3e6 * 4**n, sizes, {}, books, 1e12, 1) for n in range(6)]
     assert (plans[0]["block_size"], plans[0]["batch_size"]) == (64, 32)
     for fields, longer in itertools.pairwise(plans):
         assert longer["block_size"] in (2 * fields["block_size"], 1024)
         assert 1 <= tokens_per_step(longer) / tokens_per_step(fields) <= 2
     assert tokens_per_step(plans[-1]) == 16 * tokens_per_step(plans[0])
+    books = books._replace(tokens=10**6)  # beyond six times, tokens are not as if they were more
+    often = [fields_for(n * 10**6, sizes, {}, books, 1e12, 1) for n in (6, 60)]
+    assert often[0]["block_size"] == often[1]["block_size"] == 128
 
 
 def test_a_machine_whose_speed_jumps_is_not_measured_for_ever():
