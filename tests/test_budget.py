@@ -168,6 +168,8 @@ def test_a_step_is_three_micro_batches_and_an_update(limit, seconds, n_steps, mo
 
 
 def test_a_text_seen_often_has_dropout():
+    small = Machine(TEXT_OF_A_BOOK, 30).plan(n_layer=2, n_embd=64)  # sees enough at once, and more
+    assert small["dropout"] == 0.1
     plans = [Machine(TEXT_OF_A_BOOK, minutes).plan() for minutes in (0.5, 1, 2, 4, 8, 16, 32, 64)]
     dropouts = [fields["dropout"] for fields in plans]
     assert dropouts == sorted(dropouts) and {0, 0.1} <= set(dropouts)
