@@ -120,8 +120,7 @@ def plan(
     candidates = []  # from the smallest model to the largest
     for shape in SHAPES:
         sizes = sizes_of(*shape, kept)
-        enough = enough_tokens(sizes, text)
-        fields = fields_for(enough, sizes, kept, text, memory, world_size)
+        fields = fields_for(enough_tokens(sizes, text), sizes, kept, text, memory, world_size)
         fits = needed_memory(fields, text) <= memory
         fits = fits and count_parameters(sizes, text) <= MAX_PARAMETERS_PER_TOKEN * text.tokens
         if not candidates or (fits and fields not in candidates):
@@ -137,8 +136,8 @@ def plan(
     while best not in seconds_per_token and len(seconds_per_token) < 3:
         step = seconds_per_step(candidates[best])
         seconds_per_token[best] = step / tokens_per_step(candidates[best])
-        enough = [tokens_seen(i) >= enough_tokens(c, text) for i, c in enumerate(candidates)]
-        best = max((i for i in range(len(candidates)) if enough[i]), default=0)
+        goals = (enough_tokens(candidate, text) for candidate in candidates)
+        best = max((i for i, goal in enumerate(goals) if tokens_seen(i) >= goal), default=0)
     best = min(seconds_per_token, key=lambda i: abs(i - best))
     # A larger one that is no slower is better.
     best = max(i for i, s in seconds_per_token.items() if s <= seconds_per_token[best])
@@ -208,7 +207,8 @@ def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: P
     memory = -0.8 * processes.all_reduce_max(-free_memory(processes.device))
     fields = plan(values, text, seconds_left, seconds_per_step, memory, processes.world_size)
     vars(config).update(fields)
-    at_once, seen = tokens_per_step(fields), config.max_iters * tokens_per_step(fields)
+    at_once = tokens_per_step(fields)
+    seen = config.max_iters * at_once
     short = seen >= MAX_EPOCHS * text.tokens - at_once
     print(
         f"{config.dataset}: {meta['train']['bytes'] / 1e6:.1f} MB to train on, {text.tokens:,} "
