@@ -36,7 +36,7 @@ from gptling.cli import CONFIG, Fraction, PositiveInt, UserError, check_numbers,
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
-from gptling.loss import loss_and_terms, use_loss_in_pieces
+from gptling.loss import objective_and_losses, use_loss_in_pieces
 from gptling.optim import Muon, check_finite, load_states
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
@@ -146,7 +146,7 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
     sums = []  # on the device, which nothing waits for
     model.eval()
     for idx, targets in data.validation_batches(config.batch_size, processes):
-        loss, _ = loss_and_terms(model(idx, targets))
+        _, loss, *_ = model(idx, targets)
         count = (targets != -100).sum()  # the loss is a mean over the targets that count
         sums.append(torch.where(count > 0, loss * count, 0))
     model.train()
@@ -246,19 +246,19 @@ def main():
         for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
             group["lr"] = lr * group.get("lr_scale", 1)
 
-        losses = {}  # of the step: "loss", and what a changed model adds to it
+        step_losses = {}  # their means over the micro-batches
         for micro_step in range(micro_steps):
             x, y = next(batches)
             # Dropout is a function of the micro-batch, wherever it is computed.
             torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
             processes.set_gradient_sync(parallel, enabled=micro_step == micro_steps - 1)
             with autocast:
-                loss, terms = loss_and_terms(compiled(x, y))
+                objective, losses = objective_and_losses(compiled(x, y))
             # Micro-batches have equally many targets: the mean of their means is the batch's mean.
-            scaler.scale(sum(terms.values(), start=loss) / micro_steps).backward()
-            for name, value in ({"loss": loss} | terms).items():
-                losses[name] = losses.get(name, 0) + value.detach() / micro_steps
-        losses = {name: processes.sum(value) / world_size for name, value in losses.items()}
+            scaler.scale(objective / micro_steps).backward()
+            for name, value in losses.items():
+                step_losses[name] = step_losses.get(name, 0) + value.detach() / micro_steps
+        losses = {name: processes.sum(value) / world_size for name, value in step_losses.items()}
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from gptling.cli import UserError
-from gptling.loss import loss_and_terms
+from gptling.loss import objective_and_losses
 
 
 def pick_device(device: str) -> str:
@@ -28,10 +28,12 @@ def pick_device(device: str) -> str:
 
 
 def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for matmuls in this dtype; without them those in bfloat16
-    take 400 times as long as in float32."""
+    """Whether the CPU has instructions for matmuls in this dtype, and may use them (the variable
+    ATEN_CPU_CAPABILITY=avx2); without them those in bfloat16 take 400 times as long as in float32.
+    """
     if dtype == torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return there and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return dtype != torch.float16
 
 
@@ -116,15 +118,15 @@ def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: f
     for n in range(10):
         start = time.perf_counter()
         with autocast:
-            loss, terms = loss_and_terms(compiled(idx, idx))
-        sum(terms.values(), start=loss).backward()
-        loss.item()  # waits for a GPU
+            objective, _ = objective_and_losses(compiled(idx, idx))
+        objective.backward()
+        objective.item()  # waits for a GPU
         micro_batch = slowest(time.perf_counter() - start)
         start = time.perf_counter()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        loss.item()  # once more, for what was queued since
+        objective.item()  # once more, for what was queued since
         update = slowest(time.perf_counter() - start)
         times.append(micro_steps * micro_batch + update)
         spent += micro_batch + update

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling.cli import UserError
 from gptling.devices import pick_device
-from gptling.loss import kept_buffers, loss_and_terms
+from gptling.loss import kept_buffers, objective_and_losses
 
 
 class Processes:
@@ -127,8 +127,8 @@ class Processes:
         with kept_buffers(model):
             for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
                 with autocast:
-                    loss, terms = loss_and_terms(parallel(idx, idx))
-                sum(terms.values(), start=loss).backward()
+                    objective, _ = objective_and_losses(parallel(idx, idx))
+                objective.backward()
                 model.zero_grad()
         return parallel
 

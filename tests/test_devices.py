@@ -39,10 +39,17 @@ def test_dtype_is_as_asked_and_auto_is_float32_for_a_narrow_model(device):
 def test_auto_is_bfloat16_for_a_wide_model_where_the_machine_has_instructions(native, monkeypatch):
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: native)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
     assert pick_dtype("auto", "cpu", wide=True) == ("bfloat16" if native else "float32")
     assert pick_dtype("auto", "cpu", wide=True, only_stored=True) == "bfloat16"
     assert pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
+
+
+def test_a_machine_limited_to_avx2_computes_in_float32(monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert pick_dtype("auto", "cpu", wide=True) == "float32"
 
 
 @pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.bfloat16])
