@@ -30,13 +30,13 @@ from typing import Literal
 import torch
 from tyro.conf import Suppress
 
-from gptling.budget import plan_run
 from gptling.checkpoints import Progress, RunDirectory
 from gptling.cli import CONFIG, Fraction, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
 from gptling.loss import objective_and_losses, use_loss_in_pieces
+from gptling.measure import plan_run
 from gptling.optim import Muon, check_finite, load_states
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations

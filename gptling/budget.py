@@ -1,31 +1,20 @@
-"""What to train in a given time: train.py --minutes.
+"""What to train in a given time: the rules of train.py --minutes.
 
-Of a model it knows its sizes, and how long a step takes here, which is measured. The rules are
-fitted to the sweeps in docs/one_dial.md; that parameters and tokens grow together is from Hoffmann
-et al. 2022, https://arxiv.org/abs/2203.15556.
+Of a model they know its sizes, and how long a step takes. They are fitted to the sweeps in
+docs/one_dial.md; that parameters and tokens grow together is from Hoffmann et al. 2022,
+https://arxiv.org/abs/2203.15556.
 """
 
-import copy
 import math
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
-from gptling.cli import UserError
-from gptling.dataset import Dataset, micro_batches, read_meta
-from gptling.devices import free_memory, seconds_of_step
-from gptling.processes import Processes
-
-STARTED = time.perf_counter() - time.process_time()  # of the program: importing us took CPU time
 # Layers and widths to choose from: the largest model that sees enough tokens in the time, 1.7 for
 # each of its parameters, or the text six times.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
 ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.7, 6
 MAX_PARAMETERS_PER_TOKEN = 50  # of the text
 MAX_EPOCHS, MAX_STEPS = 12, 200  # of a text that is short for the time: what comes later
-MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time, at most
 EVALUATING_SHARE = 0.08  # of the time, at most
 RESERVE, SAVING = 1.05, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
 
@@ -175,46 +164,3 @@ def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Te
         "eval_interval": math.ceil(steps / n_evaluations),
         "eval_tokens": eval_tokens,
     }
-
-
-def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: Processes):
-    """Set what is not `kept` of train.py's configuration for the best model in config.minutes from
-    the start of the program, and print it. set_up: train.py's. Raises UserError."""
-    if not config.minutes or "max_iters" in given:
-        raise UserError(f"--minutes={config.minutes:g}: give either a time or --max_iters")
-    # A preset's numbers of steps are those of its own time.
-    names = kept - ({"max_iters", "warmup_iters", "eval_interval"} - given.keys())
-    block_size = config.block_size if "block_size" in names else 1  # or an error
-    data, meta = Dataset(config.dataset, block_size, 1), read_meta(f"data/{config.dataset}")
-    text = Text(data.n_tokens, len(data.val), data.tokenizer.n_vocab, data.longest)
-
-    def slowest(seconds):  # of the processes
-        return processes.all_reduce_max(round(1e6 * seconds)) / 1e6
-
-    def seconds_per_step(fields):  # on random tokens
-        candidate = copy.copy(config)
-        vars(candidate).update(fields)
-        batch_size, micro_steps = micro_batches(candidate, processes.world_size)
-        idx = torch.randint(text.vocab_size, (batch_size, candidate.block_size))
-        limit = min(MEASURING_SHARE * 60 * config.minutes, MEASURING_SECONDS) / 4
-        idx = processes.to_device(idx)
-        return seconds_of_step(set_up(candidate, data), idx, micro_steps, limit, slowest)
-
-    def seconds_left():
-        return 60 * config.minutes - slowest(time.perf_counter() - STARTED)
-
-    values = {name: getattr(config, name) for name in names}
-    memory = -0.8 * processes.all_reduce_max(-free_memory(processes.device))
-    fields = plan(values, text, seconds_left, seconds_per_step, memory, processes.world_size)
-    vars(config).update(fields)
-    at_once = tokens_per_step(fields)
-    seen = config.max_iters * at_once
-    short = seen >= MAX_EPOCHS * text.tokens - at_once
-    print(
-        f"{config.dataset}: {meta['train']['bytes'] / 1e6:.1f} MB to train on, {text.tokens:,} "
-        f"tokens ({meta['tokenizer']}, vocabulary of {text.vocab_size:,}). "
-        f"{config.minutes:g} min here: {config.n_layer} layers of {config.n_embd}, sequences of "
-        f"{config.block_size}, {at_once // config.block_size} at a time, "
-        f"{config.max_iters:,} steps ({seen / text.tokens:.1f} epochs), dropout {config.dropout:g}"
-        f"{'; a text so short is used up then' if short else ''}"
-    )

@@ -3,9 +3,7 @@
 import contextlib
 import ctypes
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from gptling.cli import UserError
-from gptling.loss import objective_and_losses
 
 
 def pick_device(device: str) -> str:
@@ -107,34 +104,6 @@ def free_memory(device: str) -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvail"))
     return free // sharing
-
-
-def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: float, slowest):
-    """The median of some steps, for about `limit` seconds; one with many micro-batches is worked
-    out from one of them. set_up: what train.py's function of this name returns; idx: (B, T), a
-    micro-batch; slowest: a number of seconds to the largest of all processes."""
-    _, parallel, compiled, autocast, _, optimizers = set_up
-    times, spent = [], 0.0
-    for n in range(10):
-        start = time.perf_counter()
-        with autocast:
-            objective, _ = objective_and_losses(compiled(idx, idx))
-        objective.backward()
-        objective.item()  # waits for a GPU
-        micro_batch = slowest(time.perf_counter() - start)
-        start = time.perf_counter()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        objective.item()  # once more, for what was queued since
-        update = slowest(time.perf_counter() - start)
-        times.append(micro_steps * micro_batch + update)
-        spent += micro_batch + update
-        if spent > limit and (n > 0 or spent > 4 * limit):
-            break
-    if compiled is not parallel:
-        torch.compiler.reset()  # what is compiled for a second shape would be for any
-    return statistics.median(times[1:] or times)  # the first one allocates, and compiles
 
 
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:

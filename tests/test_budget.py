@@ -30,7 +30,7 @@ from gptling.budget import (
     sizes_of,
     tokens_per_step,
 )
-from gptling.devices import seconds_of_step
+from gptling.measure import seconds_of_step
 from gptling.tokenizers import build_tokenizer
 from tests.conftest import ROOT, run_here, run_script
 from tests.test_processes import finish, torchrun
@@ -148,7 +148,7 @@ def test_what_is_trained_was_measured_with_its_dropout_too(text, minutes):
 )
 def test_a_step_is_three_micro_batches_and_an_update(limit, seconds, n_steps, monkeypatch):
     clock, steps = [0.0], []
-    monkeypatch.setattr("gptling.devices.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("gptling.measure.time.perf_counter", lambda: clock[0])
 
     class Model(torch.nn.Linear):
         def forward(self, idx, targets):  # 10 s the first time, then 2 s
@@ -318,7 +318,7 @@ def test_a_run_of_which_nothing_says_how_long_is_planned_for_a_minute(
     words, planned, trained, tmp_path, train_here, monkeypatch
 ):
     """That minute is over here when it begins."""
-    monkeypatch.setattr("gptling.budget.STARTED", time.perf_counter() - 60)
+    monkeypatch.setattr("gptling.measure.STARTED", time.perf_counter() - 60)
     here = start_of(trained, tmp_path)
     presets = {"PRESET": "n_embd = 32\n", "TWO_STEPS": "max_iters = 2\neval_interval = 2\n"}
     for name, text in presets.items():

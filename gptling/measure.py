@@ -1,0 +1,89 @@
+"""How long a step takes here, and the run planned by it: train.py --minutes."""
+
+import copy
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from gptling.budget import MAX_EPOCHS, Text, plan, tokens_per_step
+from gptling.cli import UserError
+from gptling.dataset import Dataset, micro_batches, read_meta
+from gptling.devices import free_memory
+from gptling.loss import objective_and_losses
+from gptling.processes import Processes
+
+MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time, at most
+STARTED = time.perf_counter() - time.process_time()  # of the program: importing us took CPU time
+
+
+def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: float, slowest):
+    """The median of some steps, for about `limit` seconds; one with many micro-batches is worked
+    out from one of them. set_up: what train.py's function of this name returns; idx: (B, T), a
+    micro-batch; slowest: a number of seconds to the largest of all processes."""
+    _, parallel, compiled, autocast, _, optimizers = set_up
+    times, spent = [], 0.0
+    for n in range(10):
+        start = time.perf_counter()
+        with autocast:
+            objective, _ = objective_and_losses(compiled(idx, idx))
+        objective.backward()
+        objective.item()  # waits for a GPU
+        micro_batch = slowest(time.perf_counter() - start)
+        start = time.perf_counter()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        objective.item()  # once more, for what was queued since
+        update = slowest(time.perf_counter() - start)
+        times.append(micro_steps * micro_batch + update)
+        spent += micro_batch + update
+        if spent > limit and (n > 0 or spent > 4 * limit):
+            break
+    if compiled is not parallel:
+        torch.compiler.reset()  # what is compiled for a second shape would be for any
+    return statistics.median(times[1:] or times)  # the first one allocates, and compiles
+
+
+def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: Processes):
+    """Set what is not `kept` of train.py's configuration for the best model in config.minutes from
+    the start of the program, and print it. set_up: train.py's. Raises UserError."""
+    if not config.minutes or "max_iters" in given:
+        raise UserError(f"--minutes={config.minutes:g}: give either a time or --max_iters")
+    # A preset's numbers of steps are those of its own time.
+    names = kept - ({"max_iters", "warmup_iters", "eval_interval"} - given.keys())
+    block_size = config.block_size if "block_size" in names else 1  # or an error
+    data, meta = Dataset(config.dataset, block_size, 1), read_meta(f"data/{config.dataset}")
+    text = Text(data.n_tokens, len(data.val), data.tokenizer.n_vocab, data.longest)
+
+    def slowest(seconds):  # of the processes
+        return processes.all_reduce_max(round(1e6 * seconds)) / 1e6
+
+    def seconds_per_step(fields):  # on random tokens
+        candidate = copy.copy(config)
+        vars(candidate).update(fields)
+        batch_size, micro_steps = micro_batches(candidate, processes.world_size)
+        idx = torch.randint(text.vocab_size, (batch_size, candidate.block_size))
+        limit = min(MEASURING_SHARE * 60 * config.minutes, MEASURING_SECONDS) / 4
+        idx = processes.to_device(idx)
+        return seconds_of_step(set_up(candidate, data), idx, micro_steps, limit, slowest)
+
+    def seconds_left():
+        return 60 * config.minutes - slowest(time.perf_counter() - STARTED)
+
+    values = {name: getattr(config, name) for name in names}
+    memory = -0.8 * processes.all_reduce_max(-free_memory(processes.device))
+    fields = plan(values, text, seconds_left, seconds_per_step, memory, processes.world_size)
+    vars(config).update(fields)
+    at_once = tokens_per_step(fields)
+    seen = config.max_iters * at_once
+    short = seen >= MAX_EPOCHS * text.tokens - at_once
+    print(
+        f"{config.dataset}: {meta['train']['bytes'] / 1e6:.1f} MB to train on, {text.tokens:,} "
+        f"tokens ({meta['tokenizer']}, vocabulary of {text.vocab_size:,}). "
+        f"{config.minutes:g} min here: {config.n_layer} layers of {config.n_embd}, sequences of "
+        f"{config.block_size}, {at_once // config.block_size} at a time, "
+        f"{config.max_iters:,} steps ({seen / text.tokens:.1f} epochs), dropout {config.dropout:g}"
+        f"{'; a text so short is used up then' if short else ''}"
+    )
