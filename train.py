@@ -35,7 +35,7 @@ from gptling.cli import CONFIG, Fraction, PositiveInt, UserError, check_numbers,
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
-from gptling.loss import objective_and_losses, use_loss_in_pieces
+from gptling.loss import objective_and_parts, use_loss_in_pieces
 from gptling.measure import plan_run
 from gptling.optim import Muon, check_finite, load_states
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
@@ -246,19 +246,19 @@ def main():
         for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
             group["lr"] = lr * group.get("lr_scale", 1)
 
-        step_losses = {}  # their means over the micro-batches
+        losses = {}  # of the step: "loss", and what a changed model adds to it
         for micro_step in range(micro_steps):
             x, y = next(batches)
             # Dropout is a function of the micro-batch, wherever it is computed.
             torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
             processes.set_gradient_sync(parallel, enabled=micro_step == micro_steps - 1)
             with autocast:
-                objective, losses = objective_and_losses(compiled(x, y))
+                objective, parts = objective_and_parts(compiled(x, y))
             # Micro-batches have equally many targets: the mean of their means is the batch's mean.
             scaler.scale(objective / micro_steps).backward()
-            for name, value in losses.items():
-                step_losses[name] = step_losses.get(name, 0) + value.detach() / micro_steps
-        losses = {name: processes.sum(value) / world_size for name, value in step_losses.items()}
+            for name, value in parts.items():
+                losses[name] = losses.get(name, 0) + value.detach() / micro_steps
+        losses = {name: processes.sum(value) / world_size for name, value in losses.items()}
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)

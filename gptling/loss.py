@@ -110,9 +110,9 @@ def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
         buffer.copy_(before[name])
 
 
-def objective_and_losses(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of what GPT.forward returns with targets: what training minimizes, and of which it is the
-    sum: "loss", and what a changed model adds to it."""
+def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Of what GPT.forward returns with targets: what training minimizes, and the parts whose
+    sum it is: "loss", and what a changed model adds to it."""
     _, loss, *terms = output
     terms = terms[0] if terms else {}
     return sum(terms.values(), start=loss), {"loss": loss} | terms

@@ -11,7 +11,7 @@ from gptling.budget import MAX_EPOCHS, Text, plan, tokens_per_step
 from gptling.cli import UserError
 from gptling.dataset import Dataset, micro_batches, read_meta
 from gptling.devices import free_memory
-from gptling.loss import objective_and_losses
+from gptling.loss import objective_and_parts
 from gptling.processes import Processes
 
 MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time, at most
@@ -27,7 +27,7 @@ def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: f
     for n in range(10):
         start = time.perf_counter()
         with autocast:
-            objective, _ = objective_and_losses(compiled(idx, idx))
+            objective, _ = objective_and_parts(compiled(idx, idx))
         objective.backward()
         objective.item()  # waits for a GPU
         micro_batch = slowest(time.perf_counter() - start)

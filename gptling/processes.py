@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling.cli import UserError
 from gptling.devices import pick_device
-from gptling.loss import kept_buffers, objective_and_losses
+from gptling.loss import kept_buffers, objective_and_parts
 
 
 class Processes:
@@ -127,7 +127,7 @@ class Processes:
         with kept_buffers(model):
             for _ in range(2):  # after the first gradient DDP orders its sums anew: not in mid-run
                 with autocast:
-                    objective, _ = objective_and_losses(parallel(idx, idx))
+                    objective, _ = objective_and_parts(parallel(idx, idx))
                 objective.backward()
                 model.zero_grad()
         return parallel

@@ -17,7 +17,7 @@ from gptling.cli import UserError
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import ChangedModelError, load, save, why_not_gpt2
-from gptling.loss import loss_in_pieces, objective_and_losses, use_loss_in_pieces
+from gptling.loss import loss_in_pieces, objective_and_parts, use_loss_in_pieces
 from gptling.pretrained import load_model
 from gptling.processes import recompute_activations
 from model import GPT, GPTConfig
@@ -74,10 +74,10 @@ def batch():
 
 def results(model, idx, targets):
     """The loss, the terms beside it, and the gradients of all parameters."""
-    objective, losses = objective_and_losses(model(idx, targets))
-    torch.testing.assert_close(objective, sum(losses.values()))
+    objective, parts = objective_and_parts(model(idx, targets))
+    torch.testing.assert_close(objective, sum(parts.values()))
     gradients = torch.autograd.grad(objective, list(model.parameters()), allow_unused=True)
-    return losses, [0.0 if g is None else g for g in gradients]
+    return parts, [0.0 if g is None else g for g in gradients]
 
 
 def test_training_and_evaluation_are_those_of_the_plain_code(edit, monkeypatch, capsys):
@@ -105,7 +105,7 @@ def test_a_step_of_every_optimizer_moves_what_has_a_gradient(edit):
         model = edit.module.GPT(edit.module.GPTConfig(**SIZES | edit.sizes))
         before = [parameter.clone() for parameter in model.parameters()]
         assert all(parameter.isfinite().all() for parameter in before)
-        objective_and_losses(model(*batch()))[0].backward()
+        objective_and_parts(model(*batch()))[0].backward()
         for each in configure_optimizers(model, TrainConfig(optimizer=optimizer)):
             for group in each.param_groups:
                 group["lr"] = 1e-2 * group.get("lr_scale", 1)

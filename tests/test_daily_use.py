@@ -260,7 +260,7 @@ def test_the_old_run_stays_until_the_new_one_has_done_a_step(error, here, monkey
         def nan(output):
             return output[1], {"loss": output[1] * torch.nan}
 
-        monkeypatch.setattr(train, "objective_and_losses", nan)
+        monkeypatch.setattr(train, "objective_and_parts", nan)
     process = run_here("train.py", *flags, cwd=here)
     assert process.returncode == 1, process.stderr
     assert before == {path: path.read_bytes() for path in run.rglob("*.*t*") if path.is_file()}
