@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 # Layers and widths to choose from: the largest model that sees enough tokens in the time, 1.7 for
-# each of its parameters, or the text six times.
+# each of its parameters, or the text four times.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
-ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.7, 6
-MAX_PARAMETERS_PER_TOKEN = 50  # of the text
-MAX_EPOCHS, MAX_STEPS = 12, 200  # of a text that is short for the time: what comes later
+ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.7, 4
+MAX_EPOCHS, MAX_STEPS = 12, 200  # the former at most, or the latter where that is more
+MAX_PARAMETERS_PER_TOKEN = 25  # of the text, and these times the epochs:
+DROPOUT_FROM, MAX_BY_HEART = 35, 200
 EVALUATING_SHARE = 0.08  # of the time, at most
 RESERVE, SAVING = 1.05, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
 
@@ -64,16 +65,19 @@ def enough_tokens(sizes: dict[str, Any], text: Text) -> float:
     return min(per_parameter, ENOUGH_EPOCHS * text.tokens)
 
 
+def most_tokens(sizes: dict[str, Any], text: Text) -> float:
+    """How many it may see of a text that is short for the time."""
+    epochs = MAX_BY_HEART * text.tokens / count_parameters(sizes, text)
+    return min(MAX_EPOCHS, epochs) * text.tokens
+
+
 def fields_for(tokens: float, sizes, kept: dict[str, Any], text: Text, memory: float, world_size):
     """The sizes, and the dropout, sequences and batches that suit a run of so many tokens, in
     micro-batches that fit in the memory; but for what is kept."""
-    # A model that is taken because it sees the text often has dropout from the beginning.
-    repeats = enough_tokens(sizes, text) == ENOUGH_EPOCHS * text.tokens
-    often = ENOUGH_EPOCHS if repeats else MAX_EPOCHS
-    epochs = tokens / text.tokens
+    by_heart = tokens / text.tokens * count_parameters(sizes, text) / text.tokens
     tokens = min(tokens, ENOUGH_EPOCHS * text.tokens)  # more often seen, they count no more
     fields = sizes | {
-        "dropout": 0.1 if epochs >= often else 0.0,
+        "dropout": 0.1 if by_heart >= DROPOUT_FROM else 0.0,
         "block_size": min(1024, power_of_two(max(64, math.sqrt(tokens) / 20)), text.longest),
         "gradient_accumulation_steps": world_size,
         "batch_size": 1,
@@ -130,7 +134,7 @@ def plan(
     best = min(seconds_per_token, key=lambda i: abs(i - best))
     # A larger one that is no slower is better.
     best = max(i for i, s in seconds_per_token.items() if s <= seconds_per_token[best])
-    tokens = min(tokens_seen(best), MAX_EPOCHS * text.tokens)
+    tokens = min(tokens_seen(best), most_tokens(candidates[best], text))
     fields = fields_for(tokens, candidates[best], kept, text, memory, world_size)
     step = seconds_per_token[best] * tokens_per_step(fields)
     step = RESERVE * (step if fields == candidates[best] else seconds_per_step(fields))
@@ -148,7 +152,7 @@ def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Te
     evaluated = min(eval_tokens or text.val_tokens, text.val_tokens)
     evaluation = evaluated / step_tokens * step / 3 + SAVING  # seconds: without a backward pass
     steps = max(1, int(most * step / (step + evaluation / interval)))
-    steps = min(steps, max(MAX_STEPS, MAX_EPOCHS * text.tokens // step_tokens))
+    steps = min(steps, max(MAX_STEPS, int(most_tokens(fields, text) / step_tokens)))
     width = fields["n_embd"]
     rate, muon_lr = 0.01 * min(1, 192 / width), 0.05 * min(1, math.sqrt(128 / width))
     if kept.get("optimizer") == "adamw":  # which has the matrices, too
