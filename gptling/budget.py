@@ -17,7 +17,7 @@ MAX_EPOCHS, MAX_STEPS = 12, 200  # the former at most, or the latter where that 
 MAX_PARAMETERS_PER_TOKEN = 25  # of the text, and these times the epochs:
 DROPOUT_FROM, MAX_BY_HEART = 35, 200
 EVALUATING_SHARE = 0.08  # of the time, at most
-RESERVE, SAVING = 1.05, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
+RESERVE, SAVING = 1.07, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
 
 
 class Text(NamedTuple):

@@ -1,7 +1,6 @@
 """How long a step takes here, and the run planned by it: train.py --minutes."""
 
 import copy
-import statistics
 import time
 from typing import Any
 
@@ -19,12 +18,13 @@ STARTED = time.perf_counter() - time.process_time()  # of the program: importing
 
 
 def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: float, slowest):
-    """The median of some steps, for about `limit` seconds; one with many micro-batches is worked
-    out from one of them. set_up: what train.py's function of this name returns; idx: (B, T), a
-    micro-batch; slowest: a number of seconds to the largest of all processes."""
+    """The lower quartile of some steps, for about `limit` seconds: other work comes in bursts that
+    last as long. One with many micro-batches is worked out from one of them. set_up: what the
+    function of this name in train.py returns; idx: (B, T), a micro-batch; slowest: a number of
+    seconds to the largest of all processes."""
     _, parallel, compiled, autocast, _, optimizers = set_up
     times, spent = [], 0.0
-    for n in range(10):
+    for n in range(20):
         start = time.perf_counter()
         with autocast:
             objective, _ = objective_and_parts(compiled(idx, idx))
@@ -43,7 +43,8 @@ def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: f
             break
     if compiled is not parallel:
         torch.compiler.reset()  # what is compiled for a second shape would be for any
-    return statistics.median(times[1:] or times)  # the first one allocates, and compiles
+    times = sorted(times[1:] or times)  # the first one allocates, and compiles
+    return times[len(times) // 4]
 
 
 def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: Processes):
