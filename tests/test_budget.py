@@ -187,10 +187,10 @@ def test_a_step_is_three_micro_batches_and_an_update(limit, seconds, n_steps, mo
     "tokens, vocab_size, layers, width, epochs, dropout",
     [
         (159_089, 512, 3, 128, 6, 0.0),  # 1.908 bits per byte, with dropout 2.006
-        (159_089, 512, 2, 192, 8, 0.1),
+        (159_089, 512, 2, 192, 8, 0.1),  # 1.898, without 1.947
         (159_089, 512, 4, 256, 8, 0.1),  # 1.839, without 1.945
         (317_847, 2048, 2, 192, 3.8, 0.0),
-        (317_847, 2048, 3, 256, 4.5, 0.1),  # 2.110, without 2.277
+        (317_847, 2048, 3, 256, 9, 0.1),  # 2.110, without 2.277
         (2_273_252, 4096, 3, 256, 4.5, 0.0),
     ],
 )
