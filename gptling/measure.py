@@ -43,8 +43,7 @@ def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: f
             break
     if compiled is not parallel:
         torch.compiler.reset()  # what is compiled for a second shape would be for any
-    times = sorted(times[1:] or times)  # the first one allocates, and compiles
-    return times[len(times) // 4]
+    return sorted(times)[len(times) // 4]  # not the first one, which allocates, and compiles
 
 
 def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: Processes):
