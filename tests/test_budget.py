@@ -114,7 +114,7 @@ def test_longer_runs_have_longer_sequences_and_larger_batches():
         assert longer["block_size"] in (2 * fields["block_size"], 1024)
         assert 1 <= tokens_per_step(longer) / tokens_per_step(fields) <= 2
     assert tokens_per_step(plans[-1]) == 16 * tokens_per_step(plans[0])
-    books = books._replace(tokens=10**6)  # beyond six times, tokens are not as if they were more
+    books = books._replace(tokens=10**6)  # seen more often than four times, they count no more
     often = [fields_for(n * 10**6, sizes, {}, books, 1e12, 1) for n in (6, 60)]
     assert often[0]["block_size"] == often[1]["block_size"] == 128
 
