@@ -189,9 +189,10 @@ def main():
         config, source, state = run_directory.resume_or_begin(config, given, FIXED)
         if source is None and config.init_from != "scratch":
             source = find_checkpoint(config.init_from)
+    longest = math.inf  # sequence
     if source:
-        take_sizes(config, given, GPT, source)
-        kept |= GPTConfig.__dataclass_fields__.keys() - {"dropout"}
+        longest = take_sizes(config, given, GPT, source)
+        kept |= GPTConfig.__dataclass_fields__.keys() - {"block_size", "dropout"}
     progress = state.get("progress", Progress())
     device = processes.use_device(config.device)
     choose_algorithms(config.deterministic)
@@ -205,7 +206,7 @@ def main():
         config.minutes = 1.0
     if (config.minutes or "minutes" in kept) and not (state or config.eval_only):
         set_up_candidate = partial(set_up, source=source, processes=processes)
-        plan_run(config, given, kept, set_up_candidate, processes)
+        plan_run(config, given, kept, longest, set_up_candidate, processes)
     if config.min_lr > config.learning_rate:
         lower = f"lower it, or raise --learning_rate={config.learning_rate}"
         raise UserError(f"--min_lr={config.min_lr} is above the learning_rate: {lower}")

@@ -11,7 +11,6 @@ from gptling.cli import UserError
 from gptling.dataset import Dataset, micro_batches, read_meta
 from gptling.devices import free_memory
 from gptling.loss import objective_and_parts
-from gptling.processes import Processes
 
 MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time, at most
 STARTED = time.perf_counter() - time.process_time()  # of the program: importing us took CPU time
@@ -46,16 +45,18 @@ def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: f
     return sorted(times)[len(times) // 4]  # not the first one, which allocates, and compiles
 
 
-def plan_run(config, given: dict[str, Any], kept: set[str], set_up, processes: Processes):
+def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_up, processes):
     """Set what is not `kept` of train.py's configuration for the best model in config.minutes from
-    the start of the program, and print it. set_up: train.py's. Raises UserError."""
+    the start of the program, and print it. longest: the sequences that an init_from allows; set_up:
+    train.py's. Raises UserError."""
     if not config.minutes or "max_iters" in given:
         raise UserError(f"--minutes={config.minutes:g}: give either a time or --max_iters")
     # A preset's numbers of steps are those of its own time.
     names = kept - ({"max_iters", "warmup_iters", "eval_interval"} - given.keys())
     block_size = config.block_size if "block_size" in names else 1  # or an error
     data, meta = Dataset(config.dataset, block_size, 1), read_meta(f"data/{config.dataset}")
-    text = Text(data.n_tokens, len(data.val), data.tokenizer.n_vocab, data.longest)
+    longest = min(longest, data.longest)
+    text = Text(data.n_tokens, len(data.val), data.tokenizer.n_vocab, longest)
 
     def slowest(seconds):  # of the processes
         return processes.all_reduce_max(round(1e6 * seconds)) / 1e6

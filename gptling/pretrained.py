@@ -118,9 +118,10 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
     return model.train()
 
 
-def take_sizes(config: Any, given: dict, model_class: type, source: Path):
+def take_sizes(config: Any, given: dict, model_class: type, source: Path) -> int:
     """Give train.py's configuration the sizes of the model in a checkpoint, but for what flags say
-    of them; sequences may be shorter than the model allows. Raises UserError for longer ones."""
+    of them. Returns the longest sequence that the model allows; they may be shorter. Raises
+    UserError for longer ones."""
     stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
     if stored["vocab_size"] % config.vocab_multiple:
         if "vocab_multiple" in given:
@@ -134,6 +135,7 @@ def take_sizes(config: Any, given: dict, model_class: type, source: Path):
         raise UserError(f"--block_size={config.block_size}: {source} has {longest}")
     for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
         setattr(config, name, stored[name])
+    return longest
 
 
 def other_checkpoints(path: Path) -> str:

@@ -373,6 +373,28 @@ def test_a_run_of_which_nothing_says_how_long_is_planned_for_a_minute(
     assert steps == (1 if planned else 2)
 
 
+@pytest.mark.parametrize("words, kept", [([], None), (["--block_size=8"], 8)])
+def test_a_model_that_is_trained_already_keeps_its_sizes_but_for_how_long_sequences_are(
+    words, kept, trained, tmp_path, train_here, monkeypatch
+):
+    """Its sequences are 16 tokens long at most."""
+    asked = []
+
+    def ask(*arguments):
+        asked.extend(arguments)
+        return plan(*arguments)
+
+    monkeypatch.setattr("gptling.measure.plan", ask)
+    words = [*words, f"--init_from={trained / 'out' / 'mine'}", "--minutes=0.01"]
+    process = run_here("train.py", *words, *FLAGS, cwd=start_of(trained, tmp_path))
+    assert process.returncode == 0, process.stderr
+    fields, text = asked[:2]
+    assert (fields["n_layer"], fields["n_embd"]) == (2, 16) and "dropout" not in fields
+    assert (fields.get("block_size"), text.longest) == (kept, 16)
+    config = tomllib.loads((tmp_path / "out/mine/config.toml").read_text())
+    assert config["block_size"] == (kept or 16)
+
+
 def test_a_planned_run_that_was_killed_goes_on_with_its_plan(trained, tmp_path):
     here = start_of(trained, tmp_path)
     command = [sys.executable, ROOT / "train.py", *FLAGS, "--minutes=0.25", "--out_dir=out/killed"]
