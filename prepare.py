@@ -140,11 +140,12 @@ def prepare(config: PrepareConfig) -> Path:
                 target.rename(directory / "replaced")
             output.rename(target)
 
-    chosen = " (by the length; or give --tokenizer)" * (config.tokenizer == "auto")
+    chosen = config.tokenizer == "auto" and not config.vocab_size
+    by_the_text = " (by the text; or give --tokenizer)" if chosen else ""
     print(
         f"{target}: {count['documents']:,} document{'s' * (count['documents'] != 1)}, "
         f"{count['characters']:,} characters; "
-        f"tokenizer {meta['tokenizer']} with {tokenizer.n_vocab:,} tokens{chosen}; "
+        f"tokenizer {meta['tokenizer']} with {tokenizer.n_vocab:,} tokens{by_the_text}; "
         f"{sum(train):,} tokens to train on, {shards.val.length:,} to validate"
     )
     return target

@@ -2,22 +2,20 @@
 
 Of a model they know its sizes, and how long a step takes. They are fitted to the sweeps in
 docs/one_dial.md; that parameters and tokens grow together is from Hoffmann et al. 2022,
-https://arxiv.org/abs/2203.15556.
-"""
+https://arxiv.org/abs/2203.15556."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Layers and widths to choose from: the largest model that sees enough tokens in the time, 1.7 for
-# each of its parameters, or the text four times.
+# Layers and widths to choose from: the largest model that sees enough tokens in the time.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
-ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.7, 4
+ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.7, 4  # either is enough
 MAX_EPOCHS, MAX_STEPS = 12, 200  # the former at most, or the latter where that is more
 MAX_PARAMETERS_PER_TOKEN = 25  # of the text, and these times the epochs:
 DROPOUT_FROM, MAX_BY_HEART = 35, 200
 EVALUATING_SHARE = 0.08  # of the time, at most
-RESERVE, SAVING = 1.07, 1.0  # of a step's time, for data and the log; seconds of a checkpoint
+RESERVE = 1.07  # of a step's time, for data and the log
+SAVING, SAVING_A_PARAMETER = 1.0, 1e-7  # seconds of a checkpoint and its sample: the larger
 
 
 class Text(NamedTuple):
@@ -36,6 +34,11 @@ def tokens_per_step(fields: dict[str, Any]) -> int:
 def count_parameters(sizes: dict[str, Any], text: Text) -> int:
     """About as many as a GPT of these sizes has."""
     return 12 * sizes["n_layer"] * sizes["n_embd"] ** 2 + sizes["n_embd"] * text.vocab_size
+
+
+def parameters_per_token(sizes: dict[str, Any], text: Text) -> float:
+    """For each token of the text."""
+    return count_parameters(sizes, text) / text.tokens
 
 
 def needed_memory(sizes: dict[str, Any], text: Text) -> float:
@@ -61,20 +64,20 @@ def sizes_of(n_layer: int, n_embd: int, kept: dict[str, Any]) -> dict[str, int]:
 
 def enough_tokens(sizes: dict[str, Any], text: Text) -> float:
     """How many a model of these sizes should see."""
-    per_parameter = ENOUGH_PER_PARAMETER * count_parameters(sizes, text)
-    return min(per_parameter, ENOUGH_EPOCHS * text.tokens)
+    epochs = ENOUGH_PER_PARAMETER * parameters_per_token(sizes, text)
+    return min(ENOUGH_EPOCHS, epochs) * text.tokens
 
 
 def most_tokens(sizes: dict[str, Any], text: Text) -> float:
     """How many it may see of a text that is short for the time."""
-    epochs = MAX_BY_HEART * text.tokens / count_parameters(sizes, text)
+    epochs = MAX_BY_HEART / parameters_per_token(sizes, text)
     return min(MAX_EPOCHS, epochs) * text.tokens
 
 
 def fields_for(tokens: float, sizes, kept: dict[str, Any], text: Text, memory: float, world_size):
     """The sizes, and the dropout, sequences and batches that suit a run of so many tokens, in
     micro-batches that fit in the memory; but for what is kept."""
-    by_heart = tokens / text.tokens * count_parameters(sizes, text) / text.tokens
+    by_heart = tokens / text.tokens * parameters_per_token(sizes, text)
     tokens = min(tokens, ENOUGH_EPOCHS * text.tokens)  # more often seen, they count no more
     fields = sizes | {
         "dropout": 0.1 if by_heart >= DROPOUT_FROM else 0.0,
@@ -100,22 +103,16 @@ def fields_for(tokens: float, sizes, kept: dict[str, Any], text: Text, memory: f
 
 
 def plan(
-    kept: dict[str, Any],
-    text: Text,
-    seconds_left: Callable[[], float],
-    seconds_per_step: Callable[[dict[str, Any]], float],
-    memory: float,
-    world_size: int = 1,
+    kept: dict[str, Any], text: Text, seconds_left, seconds_per_step, memory: float, world_size=1
 ) -> dict[str, Any]:
     """The fields of train.py that make the best of the time, with those that are `kept` as they
-    are. A step is measured for three sizes at most, and once more for the chosen one if it will be
-    trained otherwise. memory: free bytes."""
+    are. seconds_per_step(fields) measures a step, of three sizes at most, and once more of the
+    chosen one if it will be trained otherwise; seconds_left() notices. memory: free bytes."""
     candidates = []  # from the smallest model to the largest
-    for shape in SHAPES:
-        sizes = sizes_of(*shape, kept)
+    for sizes in (sizes_of(*shape, kept) for shape in SHAPES):
         fields = fields_for(enough_tokens(sizes, text), sizes, kept, text, memory, world_size)
         fits = needed_memory(fields, text) <= memory
-        fits = fits and count_parameters(sizes, text) <= MAX_PARAMETERS_PER_TOKEN * text.tokens
+        fits = fits and parameters_per_token(sizes, text) <= MAX_PARAMETERS_PER_TOKEN
         if not candidates or (fits and fields not in candidates):
             candidates.append(fields)
     seconds, seconds_per_token = max(1.0, seconds_left()), {}  # the latter of candidates
@@ -148,10 +145,13 @@ def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Te
     interval = min(most, kept.get("eval_interval", most / n_evaluations))
     step_tokens = tokens_per_step(fields)
     affordable = max(fields["block_size"], int(EVALUATING_SHARE * interval * 3 * step_tokens))
-    eval_tokens = kept.get("eval_tokens", affordable if affordable < text.val_tokens else 0)
-    evaluated = min(eval_tokens or text.val_tokens, text.val_tokens)
-    evaluation = evaluated / step_tokens * step / 3 + SAVING  # seconds: without a backward pass
-    steps = max(1, int(most * step / (step + evaluation / interval)))
+    evaluated = min(kept.get("eval_tokens", affordable) or text.val_tokens, text.val_tokens)
+    evaluation = evaluated / step_tokens * step / 3  # seconds: without a backward pass
+    evaluation += max(SAVING, SAVING_A_PARAMETER * count_parameters(fields, text))
+    n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / evaluation)))  # half of it at most
+    if "eval_interval" in kept:
+        n_evaluations = max(1.0, most / (interval + evaluation / step))
+    steps = max(1, int(most - n_evaluations * evaluation / step))
     steps = min(steps, max(MAX_STEPS, int(most_tokens(fields, text) / step_tokens)))
     width = fields["n_embd"]
     rate, muon_lr = 0.01 * min(1, 192 / width), 0.05 * min(1, math.sqrt(128 / width))
@@ -166,5 +166,5 @@ def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Te
         "min_lr": kept.get("learning_rate", rate) / 100,
         "muon_lr": muon_lr,
         "eval_interval": math.ceil(steps / n_evaluations),
-        "eval_tokens": eval_tokens,
+        "eval_tokens": evaluated if evaluated < text.val_tokens else 0,
     }

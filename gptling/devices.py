@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from gptling.cli import UserError
 
+CGROUP = Path("/sys/fs/cgroup")
+
 
 def pick_device(device: str) -> str:
     """`auto` to cuda, mps or cpu. Raises UserError for a device that is not there."""
@@ -103,6 +105,10 @@ def free_memory(device: str) -> int:
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvail"))
+    with contextlib.suppress(OSError, ValueError):  # a container's limit; "max" where it has none
+        most, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").open())
+        free = min(free, most - used + int(statistics["inactive_file"]))  # given back when needed
     return free // sharing
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gptling.budget import Text, most_tokens, plan, tokens_per_step
+from gptling.budget import MAX_STEPS, Text, most_tokens, plan, tokens_per_step
 from gptling.cli import UserError
 from gptling.dataset import Dataset, micro_batches, read_meta
 from gptling.devices import free_memory
@@ -18,11 +18,11 @@ STARTED = time.perf_counter() - time.process_time()  # of the program: importing
 
 def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: float, slowest):
     """The lower quartile of some steps, for about `limit` seconds: other work comes in bursts that
-    last as long. One with many micro-batches is worked out from one of them. set_up: what the
-    function of this name in train.py returns; idx: (B, T), a micro-batch; slowest: a number of
-    seconds to the largest of all processes."""
+    last as long; and what compiling took. A step with many micro-batches is worked out from one of
+    them. set_up: what the function of this name in train.py returns; idx: (B, T), a micro-batch;
+    slowest: a number of seconds to the largest of all processes."""
     _, parallel, compiled, autocast, _, optimizers = set_up
-    times, spent = [], 0.0
+    times, spent, compiling = [], 0.0, 0.0
     for n in range(20):
         start = time.perf_counter()
         with autocast:
@@ -37,12 +37,16 @@ def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: f
         objective.item()  # once more, for what was queued since
         update = slowest(time.perf_counter() - start)
         times.append(micro_steps * micro_batch + update)
+        if n == 0 and compiled is not parallel:
+            compiling = micro_batch
+            continue
         spent += micro_batch + update
         if spent > limit and (n > 0 or spent > 4 * limit):
             break
     if compiled is not parallel:
         torch.compiler.reset()  # what is compiled for a second shape would be for any
-    return sorted(times)[len(times) // 4]  # not the first one, which allocates, and compiles
+    # Not the first one, which allocates, and compiles, unless it takes too long by itself.
+    return sorted(times)[len(times) // 4], compiling
 
 
 def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_up, processes):
@@ -61,17 +65,21 @@ def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_
     def slowest(seconds):  # of the processes
         return processes.all_reduce_max(round(1e6 * seconds)) / 1e6
 
+    compiling = 0.0
+
     def seconds_per_step(fields):  # on random tokens
+        nonlocal compiling
         candidate = copy.copy(config)
         vars(candidate).update(fields)
         batch_size, micro_steps = micro_batches(candidate, processes.world_size)
         idx = torch.randint(text.vocab_size, (batch_size, candidate.block_size))
         limit = min(MEASURING_SHARE * 60 * config.minutes, MEASURING_SECONDS) / 4
         idx = processes.to_device(idx)
-        return seconds_of_step(set_up(candidate, data), idx, micro_steps, limit, slowest)
+        step, compiling = seconds_of_step(set_up(candidate, data), idx, micro_steps, limit, slowest)
+        return step
 
-    def seconds_left():
-        return 60 * config.minutes - slowest(time.perf_counter() - STARTED)
+    def seconds_left():  # the run compiles, too
+        return 60 * config.minutes - slowest(time.perf_counter() - STARTED) - compiling
 
     values = {name: getattr(config, name) for name in names}
     memory = -0.8 * processes.all_reduce_max(-free_memory(processes.device))
@@ -79,7 +87,7 @@ def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_
     vars(config).update(fields)
     at_once = tokens_per_step(fields)
     seen = config.max_iters * at_once
-    short = seen > most_tokens(fields, text) - at_once
+    short = config.max_iters >= max(MAX_STEPS, int(most_tokens(fields, text) / at_once))
     print(
         f"{config.dataset}: {meta['train']['bytes'] / 1e6:.1f} MB to train on, {text.tokens:,} "
         f"tokens ({meta['tokenizer']}, vocabulary of {text.vocab_size:,}). "

@@ -9,6 +9,7 @@ References: https://github.com/openai/tiktoken, https://huggingface.co/docs/toke
 Sennrich et al. 2016, byte-pair encoding, https://arxiv.org/abs/1508.07909
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -73,17 +74,18 @@ def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktok
     return _tokenizer("bpe", BPE_PATTERN, sorted(ranks, key=ranks.get), end_of_text=True)
 
 
-def bpe_size(n_bytes: int) -> int:
-    """How many tokens a BPE of a text of so many bytes has, 0 where characters are better: 512, and
-    from 0.5 MB on the power of two that is nearest to 20 times the cube root of the bytes."""
-    if n_bytes < 500_000:  # fitted to the sweeps in docs/one_dial.md
-        return 512 if n_bytes >= 50_000 else 0
-    return min(1 << round(math.log2(20 * n_bytes ** (1 / 3))), 1 << 15)
+def bpe_size(n_bytes: int, n_merges: int) -> int:
+    """How many tokens a BPE of a text of so many bytes has, 0 where characters are better.
+    n_merges: what its characters take, one for each byte after their first, which come on top."""
+    if n_bytes < 50_000:  # fitted to the sweeps in docs/one_dial.md
+        return 0
+    size = 20 * n_bytes ** (1 / 3) if n_bytes >= 500_000 else 512
+    return min(1 << round(math.log2(size + n_merges)), 1 << 15)
 
 
 def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
-    """A BPE, of a size that the length of the texts decides (0); characters where they are short,
-    and bytes where they repeat themselves too much for a BPE."""
+    """A BPE, of a size that the texts' length and characters decide (0); characters where they are
+    short, and bytes where they repeat themselves too much for a BPE."""
     if vocab_size:
         return make_bpe(texts, vocab_size, end_of_text)
     n_bytes = 0
@@ -95,12 +97,15 @@ def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
             yield text
 
     sample = draw_sample(counted(), BPE_SAMPLE)
-    if not (size := bpe_size(n_bytes)):
-        return make_char(sample, 0, end_of_text)
-    try:
-        return make_bpe(sample, size, end_of_text)
-    except UserError:  # used up
-        return make_byte(texts, 0, end_of_text)
+    characters = make_char(sample, 0, end_of_text)
+    n_merges = sum(len(token) - 1 for token in characters._mergeable_ranks)
+    if not (size := bpe_size(n_bytes, n_merges)):
+        return characters
+    while size >= 512:
+        with contextlib.suppress(UserError):  # used up before
+            return make_bpe(sample, size, end_of_text)
+        size //= 2
+    return make_byte(texts, 0, end_of_text)
 
 
 TOKENIZERS = {"auto": make_auto, "char": make_char, "byte": make_byte, "bpe": make_bpe}

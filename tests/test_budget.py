@@ -31,6 +31,7 @@ from gptling.budget import (
     sizes_of,
     tokens_per_step,
 )
+from gptling.cli import UserError
 from gptling.measure import seconds_of_step
 from gptling.tokenizers import build_tokenizer
 from tests.conftest import ROOT, run_here, run_script
@@ -158,11 +159,18 @@ def test_what_is_trained_was_measured_with_its_dropout_too(text, minutes):
 
 
 @pytest.mark.parametrize(
-    "limit, seconds, n_steps",
-    [(1000, 3 * 2 + 0.5, 20), (9, 3 * 2 + 0.5, 2), (2, 3 * 10 + 0.5, 1)],
-    ids=["many", "two, for the first one allocates", "one, where it takes too long"],
+    "limit, compiles, seconds, n_steps",
+    [
+        (1000, False, 3 * 2 + 0.5, 20),
+        (9, False, 3 * 2 + 0.5, 2),
+        (2, False, 3 * 10 + 0.5, 1),
+        (2, True, 3 * 2 + 0.5, 2),
+    ],
+    ids=["many", "the first one allocates", "it takes too long", "the first one compiles"],
 )
-def test_a_step_is_three_micro_batches_and_an_update(limit, seconds, n_steps, monkeypatch):
+def test_a_step_is_three_micro_batches_and_an_update(
+    limit, compiles, seconds, n_steps, monkeypatch
+):
     clock, steps = [0.0], []
     monkeypatch.setattr("gptling.measure.time.perf_counter", lambda: clock[0])
 
@@ -178,8 +186,10 @@ def test_a_step_is_three_micro_batches_and_an_update(limit, seconds, n_steps, mo
 
     model, idx = Model(1, 1), torch.zeros(1, 1)
     optimizers = [Optimizer(model.parameters())]
-    set_up = (model, model, model, contextlib.nullcontext(), "float32", optimizers)
-    assert seconds_of_step(set_up, idx, 3, limit, lambda seconds: seconds) == seconds
+    compiled = (lambda idx, targets: model(idx, targets)) if compiles else model
+    set_up = (model, model, compiled, contextlib.nullcontext(), "float32", optimizers)
+    compiling = 10 if compiles else 0
+    assert seconds_of_step(set_up, idx, 3, limit, lambda s: s) == (seconds, compiling)
     assert len(steps) == n_steps
 
 
@@ -251,6 +261,43 @@ def test_an_interval_longer_than_the_run_leaves_time_for_one_evaluation():
     evaluating = 2_000_000 * step / tokens_per_step(fields) / 3
     assert evaluating > 30
     assert fields["max_iters"] * step + evaluating < 300
+
+
+def test_a_short_interval_leaves_time_for_many_evaluations():
+    machine = Machine(MANY_BOOKS, 5)
+    fields = machine.plan(eval_interval=20, eval_tokens=100_000)
+    step = machine.time_a_step(fields)
+    n = fields["max_iters"] / 20
+    evaluating = n * (100_000 * step / tokens_per_step(fields) / 3 + 1)
+    assert evaluating > 50
+    assert 250 < fields["max_iters"] * step + evaluating < 300
+
+
+def test_an_interval_longer_than_the_run_is_not_what_an_evaluation_may_take():
+    machine = Machine(MANY_BOOKS, 5)
+    fields = machine.plan(eval_interval=10**6)
+    step = machine.time_a_step(fields)
+    assert fields["eval_tokens"] and fields["eval_tokens"] * step / tokens_per_step(fields) / 3 < 30
+
+
+@pytest.mark.parametrize("minutes", [5, 20, 60])
+def test_evaluations_of_all_of_a_large_split_fit_into_the_time(minutes):
+    machine = Machine(MANY_BOOKS, minutes)
+    fields = machine.plan(eval_tokens=0)
+    step = machine.time_a_step(fields)
+    n = -(-fields["max_iters"] // fields["eval_interval"])
+    evaluating = n * MANY_BOOKS.val_tokens * step / tokens_per_step(fields) / 3
+    assert evaluating > 20 * n
+    assert 0.8 * 60 * minutes < fields["max_iters"] * step + evaluating < 60 * minutes
+
+
+def test_the_checkpoints_of_a_large_model_fit_into_the_time():
+    """With 86 million parameters one took 9 s, its sample among them, and with 8 million 1."""
+    machine = Machine(MANY_BOOKS, 5, flops=1e13)
+    fields = machine.plan(n_layer=12, n_embd=768, n_head=12, eval_tokens=1024)
+    step = machine.time_a_step(fields)
+    n = -(-fields["max_iters"] // fields["eval_interval"])
+    assert 250 < fields["max_iters"] * step + 9 * n < 300
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -344,13 +391,14 @@ def test_a_plan_is_printed_stored_and_kept_to(trained, tmp_path):
     assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and "minutes" not in config
     assert (here / f"out/mine/checkpoint-{config['max_iters']}").is_dir()
     assert f"step {config['max_iters']}: training loss" in output
+    assert ("a text so short is used up then" in output) == (config["max_iters"] == MAX_STEPS)
 
 
 @pytest.mark.parametrize(
     "words, planned",
     [
         ([], True),
-        (["--n_layer=1"], True),
+        (["--n_layer=4", "--n_embd=384"], True),
         (["PRESET"], True),
         (["--max_iters=2", "--eval_interval=2"], False),
         (["TWO_STEPS"], False),
@@ -369,6 +417,7 @@ def test_a_run_of_which_nothing_says_how_long_is_planned_for_a_minute(
     process = run_here("train.py", *words, *FLAGS, cwd=here)
     assert process.returncode == 0, process.stderr
     assert (b"1 min here: " in process.stdout) == planned
+    assert b"used up" not in process.stdout  # the time is
     steps = tomllib.loads((here / "out/mine/config.toml").read_text())["max_iters"]
     assert steps == (1 if planned else 2)
 
@@ -393,6 +442,22 @@ def test_a_model_that_is_trained_already_keeps_its_sizes_but_for_how_long_sequen
     assert (fields.get("block_size"), text.longest) == (kept, 16)
     config = tomllib.loads((tmp_path / "out/mine/config.toml").read_text())
     assert config["block_size"] == (kept or 16)
+
+
+def test_what_compiling_takes_is_left_for_the_run_too(trained, tmp_path, train_here, monkeypatch):
+    left = []
+
+    def look(kept, text, seconds_left, seconds_per_step, *more):
+        left.append(seconds_left())
+        assert seconds_per_step({"batch_size": 1}) == 0.5
+        left.append(seconds_left())
+        raise UserError("seen")
+
+    monkeypatch.setattr("gptling.measure.seconds_of_step", lambda *arguments: (0.5, 1000.0))
+    monkeypatch.setattr("gptling.measure.plan", look)
+    process = run_here("train.py", "--minutes=60", *FLAGS, cwd=start_of(trained, tmp_path))
+    assert process.returncode == 1 and b"seen" in process.stderr
+    assert 1000 < left[0] - left[1] < 1100
 
 
 def test_a_planned_run_that_was_killed_goes_on_with_its_plan(trained, tmp_path):
@@ -452,6 +517,15 @@ def words(n_bytes):
     return " ".join(rng.choices(them, weights, k=n_bytes // 6))[:n_bytes]
 
 
+def chinese(n_characters):
+    """Words of 2,000 different characters, three bytes each."""
+    letters = "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))
+    rng = random.Random(0)
+    them = ["".join(rng.choices(letters, k=rng.randint(1, 3))) for _ in range(5000)]
+    weights = [1 / n for n in range(1, 5001)]
+    return "。".join(rng.choices(them, weights, k=n_characters // 3))
+
+
 @pytest.mark.parametrize(
     "text, name, size",
     [
@@ -462,10 +536,15 @@ def words(n_bytes):
         (words(10_000_000), "bpe", (4096, 4096)),
         ("x" * 10_000_000, "byte", (257, 257)),
         ("我们" * 100, "char", (2, 4)),
+        (chinese(2_500_000), "bpe", (8192, 8192)),
+        (" ".join(map(str, range(10**5, 3 * 10**5))), "bpe", (1024, 1024)),
     ],
-    ids=["1 kB", "30 kB", "100 kB", "400 kB", "10 MB", "one character", "no spaces"],
+    ids=[
+        *("1 kB", "30 kB", "100 kB", "400 kB", "10 MB", "one character", "no spaces"),
+        *("many characters", "a thousand pieces"),
+    ],
 )
-def test_the_texts_length_decides_what_its_tokens_are(text, name, size):
+def test_the_text_decides_what_its_tokens_are(text, name, size):
     tokenizer = build_tokenizer("auto", [text])
     assert tokenizer.name == name and size[0] <= tokenizer.n_vocab <= size[1]
     assert tokenizer.decode(tokenizer.encode(text[:1000])) == text[:1000]

@@ -11,6 +11,7 @@ from gptling.devices import (
     cast_parameters,
     float32_attention,
     flops_utilisation,
+    free_memory,
     keep_freed_memory,
     pick_device,
     pick_dtype,
@@ -140,3 +141,16 @@ def test_buffers_keep_their_digits_where_parameters_are_cast():
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.angles.dtype == torch.complex64
     assert model.lm_head.weight is model.wte.weight
+
+
+@pytest.mark.parametrize("most, free", [("2000000000\n", 1_200_000_000), ("max\n", None)])
+def test_memory_is_what_a_container_may_have(most, free, tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr("gptling.devices.CGROUP", tmp_path / "none")
+    of_the_machine = free_memory("cpu")
+    assert of_the_machine > 1_300_000_000
+    (tmp_path / "memory.max").write_text(most)
+    (tmp_path / "memory.current").write_text("1000000000\n")
+    (tmp_path / "memory.stat").write_text("anon 700000000\ninactive_file 200000000\nfile 1\n")
+    monkeypatch.setattr("gptling.devices.CGROUP", tmp_path)
+    assert free_memory("cpu") == pytest.approx(free or of_the_machine, rel=0.1)
