@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 # Layers and widths to choose from: the largest model that sees enough tokens in the time.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
-ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.7, 4  # either is enough
+ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
 MAX_EPOCHS, MAX_STEPS = 12, 200  # the former at most, or the latter where that is more
 MAX_PARAMETERS_PER_TOKEN = 25  # of the text, and these times the epochs:
 DROPOUT_FROM, MAX_BY_HEART = 35, 200
@@ -117,10 +117,10 @@ def plan(
             candidates.append(fields)
     seconds, seconds_per_token = max(1.0, seconds_left()), {}  # the latter of candidates
 
-    def tokens_seen(i):  # a token's time grows as the parameters do
+    def tokens_seen(i):  # a token's time grows a little less than the parameters do
         near = min(seconds_per_token, key=lambda other: abs(other - i))
         ratio = count_parameters(candidates[near], text) / count_parameters(candidates[i], text)
-        return seconds / seconds_per_token[near] * ratio
+        return seconds / seconds_per_token[near] * ratio**0.85
 
     best = min(2, len(candidates) - 1)  # where bfloat16 may begin
     while best not in seconds_per_token and len(seconds_per_token) < 3:
