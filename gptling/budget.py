@@ -13,7 +13,7 @@ ENOUGH_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
 MAX_EPOCHS, MAX_STEPS = 12, 200  # the former at most, or the latter where that is more
 MAX_PARAMETERS_PER_TOKEN = 25  # of the text, and these times the epochs:
 DROPOUT_FROM, MAX_BY_HEART = 35, 200
-EVALUATING_SHARE = 0.08  # of the time, at most
+EVALUATING_SHARE = 0.04  # of the time, at most
 RESERVE = 1.07  # of a step's time, for data and the log
 SAVING, SAVING_A_PARAMETER = 1.0, 1e-7  # seconds of a checkpoint and its sample: the larger
 
