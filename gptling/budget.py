@@ -129,8 +129,8 @@ def plan(
         goals = (enough_tokens(candidate, text) for candidate in candidates)
         best = max((i for i, goal in enumerate(goals) if tokens_seen(i) >= goal), default=0)
     best = min(seconds_per_token, key=lambda i: abs(i - best))
-    # A larger one that is no slower is better.
-    best = max(i for i, s in seconds_per_token.items() if s <= seconds_per_token[best])
+    # A larger one that is hardly slower is better.
+    best = max(i for i, s in seconds_per_token.items() if s <= 1.2 * seconds_per_token[best])
     tokens = min(tokens_seen(best), most_tokens(candidates[best], text))
     fields = fields_for(tokens, candidates[best], kept, text, memory, world_size)
     step = seconds_per_token[best] * tokens_per_step(fields)
