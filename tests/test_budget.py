@@ -410,6 +410,7 @@ def test_a_plan_is_printed_stored_and_kept_to(trained, tmp_path):
     "words, planned",
     [
         ([], True),
+        (["--n_layer=1"], True),
         (["--n_layer=4", "--n_embd=384"], True),
         (["PRESET"], True),
         (["--max_iters=2", "--eval_interval=2"], False),
