@@ -49,8 +49,7 @@ def needed_memory(sizes: dict[str, Any], text: Text) -> float:
 
 
 def power_of_two(x: float) -> int:
-    """The nearest one, by ratio."""
-    return 1 << round(math.log2(x))
+    return 1 << round(math.log2(x))  # the nearest one, by ratio
 
 
 def sizes_of(n_layer: int, n_embd: int, kept: dict[str, Any]) -> dict[str, int]:
@@ -64,14 +63,17 @@ def sizes_of(n_layer: int, n_embd: int, kept: dict[str, Any]) -> dict[str, int]:
 
 def enough_tokens(sizes: dict[str, Any], text: Text) -> float:
     """How many a model of these sizes should see."""
-    epochs = ENOUGH_PER_PARAMETER * parameters_per_token(sizes, text)
-    return min(ENOUGH_EPOCHS, epochs) * text.tokens
+    return min(ENOUGH_PER_PARAMETER * count_parameters(sizes, text), ENOUGH_EPOCHS * text.tokens)
 
 
 def most_tokens(sizes: dict[str, Any], text: Text) -> float:
     """How many it may see of a text that is short for the time."""
     epochs = MAX_BY_HEART / parameters_per_token(sizes, text)
     return min(MAX_EPOCHS, epochs) * text.tokens
+
+
+def most_steps(fields: dict[str, Any], text: Text) -> int:
+    return max(MAX_STEPS, int(most_tokens(fields, text) / tokens_per_step(fields)))
 
 
 def fields_for(tokens: float, sizes, kept: dict[str, Any], text: Text, memory: float, world_size):
@@ -102,9 +104,7 @@ def fields_for(tokens: float, sizes, kept: dict[str, Any], text: Text, memory: f
     return fields
 
 
-def plan(
-    kept: dict[str, Any], text: Text, seconds_left, seconds_per_step, memory: float, world_size=1
-) -> dict[str, Any]:
+def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_per_step, memory, world_size=1):
     """The fields of train.py that make the best of the time, with those that are `kept` as they
     are. seconds_per_step(fields) measures a step, of three sizes at most, and once more of the
     chosen one if it will be trained otherwise; seconds_left() notices. memory: free bytes."""
@@ -152,7 +152,7 @@ def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Te
     if "eval_interval" in kept:
         n_evaluations = max(1.0, most / (interval + evaluation / step))
     steps = max(1, int(most - n_evaluations * evaluation / step))
-    steps = min(steps, max(MAX_STEPS, int(most_tokens(fields, text) / step_tokens)))
+    steps = min(steps, most_steps(fields, text))
     width = fields["n_embd"]
     rate, muon_lr = 0.01 * min(1, 192 / width), 0.05 * min(1, math.sqrt(128 / width))
     if kept.get("optimizer") == "adamw":  # which has the matrices, too

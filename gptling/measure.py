@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gptling.budget import MAX_STEPS, Text, most_tokens, plan, tokens_per_step
+from gptling.budget import Text, most_steps, plan, tokens_per_step
 from gptling.cli import UserError
 from gptling.dataset import Dataset, micro_batches, read_meta
 from gptling.devices import free_memory
@@ -87,7 +87,7 @@ def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_
     vars(config).update(fields)
     at_once = tokens_per_step(fields)
     seen = config.max_iters * at_once
-    short = config.max_iters >= max(MAX_STEPS, int(most_tokens(fields, text) / at_once))
+    short = config.max_iters >= most_steps(fields, text)
     print(
         f"{config.dataset}: {meta['train']['bytes'] / 1e6:.1f} MB to train on, {text.tokens:,} "
         f"tokens ({meta['tokenizer']}, vocabulary of {text.vocab_size:,}). "
