@@ -30,6 +30,7 @@ from gptling.tokenizers import build_tokenizer, encode, load_tokenizer, tokenize
 from model import GPT, GPTConfig, next_token_probs
 from prepare import PrepareConfig, prepare
 from sample import SampleConfig
+from tests.benchmarks.report import peak_megabytes
 from tests.conftest import ROOT, run_here, run_script
 from train import TrainConfig
 
@@ -309,18 +310,6 @@ def use(directory):
     assert all(isinstance(encoding.decode_single_token_bytes(id), bytes) for id in tokens)
 
 
-def peak_memory():
-    """The most bytes that this program has held; 0 on Windows. On Linux what getrusage says begins
-    at what the process that started it held."""
-    if Path("/proc/self/status").exists():
-        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-    try:
-        import resource
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on a Mac
-
-
 def fuzz(directory, n):
     """Use n mutated copies; print how many were right and refused, and the peak of memory."""
     small_checkpoint(directory)
@@ -347,7 +336,8 @@ def fuzz(directory, n):
         slowest = max(slowest, time.perf_counter() - started)
         (directory / name).write_bytes(originals[name])
     use(directory)
-    counts["peak"] = peak_memory()
+    peak = 1e6 * peak_megabytes()
+    counts["peak"] = 0 if math.isnan(peak) else peak  # Windows
     print(json.dumps(counts | {"slowest": slowest}))
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -63,9 +64,13 @@ def in_turns(script: str, cases: dict[str, dict], repetitions: int) -> dict[str,
 
 
 def peak_megabytes(children: bool = False) -> float:
-    """The most memory that this process, or one it has waited for, has held; NaN on Windows."""
+    """The most memory that this process, or one it has waited for, has held; NaN on Windows. On
+    Linux getrusage begins at what the process that started it held, but /proc does not."""
     if resource is None:
         return float("nan")
+    status = Path("/proc/self/status")
+    if not children and status.exists():
+        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) * 1024 / 1e6
     who = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(who).ru_maxrss * unit / 1e6
