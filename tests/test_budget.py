@@ -120,6 +120,23 @@ def test_longer_runs_have_longer_sequences_and_larger_batches():
     assert often[0]["block_size"] == often[1]["block_size"] == 128
 
 
+@pytest.mark.parametrize(
+    "tokens, text, block_size",
+    [
+        (1.2e6, 159_089, 64),  # 1.898 bits per byte, with 128 1.920
+        (1.5e6, 2_272_967, 64),  # 1.665, with 128 1.693
+        (2.6e6, 2_272_967, 128),  # 1.478, with 64 1.481
+        (5.4e6, 2_272_967, 128),  # 1.364, with 256 1.376
+        (9.8e6, 2_272_967, 256),  # 1.194, with 128 1.269
+        (20e6, 159_089, 64),  # a text seen 126 times is no longer one for it
+    ],
+)
+def test_sequences_have_the_length_that_was_better(tokens, text, block_size):
+    """docs/one_dial.md"""
+    text = Text(text, text // 10, 4096, longest=text // 10 - 1)
+    assert fields_for(tokens, sizes_of(3, 256, {}), {}, text, 1e12, 1)["block_size"] == block_size
+
+
 def test_a_machine_whose_speed_jumps_is_not_measured_for_ever():
     """As where half of the sizes have bfloat16, or another program runs now and then."""
     rng = random.Random(0)
