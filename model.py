@@ -5,7 +5,7 @@
     logits, loss = model(idx, targets)
     for token in model.generate(idx, max_new_tokens=100, top_k=40): ...
 
-Shapes: B batch, T queries (the tokens given), S keys (with those in the cache: S >= T),
+Shapes: B batch, T queries (the tokens given), S keys (with those in the cache),
 C width (n_embd), nh heads, hs size of a head (C / nh), V vocabulary, N = B T rows of logits.
 
 References:
@@ -80,8 +80,8 @@ def check_length(length: int, block_size: int):
 class MultiHeadAttention(nn.Module):
     """softmax(Q K^T / sqrt(hs)) V for n_head heads (Vaswani et al. 2017, section 3.2).
 
-    Self-attention, or cross-attention where `context` is given; causal by default. Boolean masks
-    say True = may attend. Dropout acts on the attention weights and on the output, in training."""
+    Self-attention, or cross-attention where `context` is given; causal, in both, by default.
+    Boolean masks say True = may attend. In training there is dropout of weights and output."""
 
     attend = staticmethod(F.scaled_dot_product_attention)  # the kernel; a seam for speed
 
@@ -104,20 +104,20 @@ class MultiHeadAttention(nn.Module):
         """x (B, T, d_in) to (B, T, d_out).
 
         context (B, S, d_in): where keys and values come from; x itself if not given.
-        padding_mask (B, S) bool: False hides a key. A query left without any key gets zeros.
+        padding_mask (B, S) bool: False hides a key. A query without any key gets c_proj's bias.
         cache: keys and values of earlier calls, to which those of x are added; S counts both.
         Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool."""
         require(cache is None or context is None, "a cache is for self-attention, without context")
         past = 0 if cache is None else cache.length  # keys before that of the first query
-        q, k, v = self.project(x, context, past)  # (B, nh, T, hs), then twice (B, nh, S, hs)
+        q, k, v = self.project(x, context, past)  # (B, nh, T, hs); of a context k, v (B, nh, S, hs)
         if cache is not None:
             k, v = cache.append(k, v, self.block_size)
-        T, S, has_key = q.size(2), k.size(2), None
+        T, S, has_key = q.size(2), k.size(2), None  # k, v (B, nh, S, hs)
         # case                  past  T    what the kernel is told, if mask() says no more than this
         # training, prefill     0     S    is_causal: its own triangle, which has query 0 at key 0
         # one token             > 0   1    nothing: it attends to all keys
         # several after a past  > 0   > 1  their rows of mask()
-        # padding               any   any  mask(), without the padding
+        # padding               any   any  mask(), which hides padded keys, too
         if padding_mask is None and (past == 0 or T == 1) and self.has_plain_mask():
             options = {"is_causal": self.causal if past == 0 else False}
         else:
@@ -139,7 +139,7 @@ class MultiHeadAttention(nn.Module):
         return scores.softmax(dim=-1) * has_key
 
     def project(self, x, context=None, past=0):
-        """q (B, nh, T, hs), k and v (B, nh, S, hs); `past`: the position of the first query."""
+        """q, k and v (B, nh, T, hs), or k and v of a context (B, nh, S, hs); `past`: see mask."""
         check_length(past + x.size(1), self.block_size)
         q, k, v = self.c_attn(x).chunk(3, dim=-1)  # each (B, T, d_out)
         if context is not None:
@@ -297,7 +297,7 @@ class GPT(nn.Module):
     def init_weights(self) -> list[str]:
         """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
         1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3).
-        GPT-2's 0.02 is for a width of 768; at others linear layers keep its gain: 1 / sqrt(C).
+        GPT-2's 0.02 is for a width of 768; linear layers in blocks have 0.02 sqrt(768 / C).
         Returns the names of parameters that are none of these, and stay as they were made."""
         C, V, n_layer = self.config.n_embd, self.config.vocab_size, self.config.n_layer
         linear_std = 0.02 * math.sqrt(768 / C)

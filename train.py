@@ -189,7 +189,7 @@ def main():
         config, source, state = run_directory.resume_or_begin(config, given, FIXED)
         if source is None and config.init_from != "scratch":
             source = find_checkpoint(config.init_from)
-    longest = math.inf  # sequence
+    longest = math.inf  # sequence that the checkpoint begun from allows
     if source:
         longest = take_sizes(config, given, GPT, source)
         kept |= GPTConfig.__dataclass_fields__.keys() - {"block_size", "dropout"}
