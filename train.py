@@ -94,8 +94,6 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
             raise ValueError(f"--dataset={self.dataset!r}: give a name under data/, not a path")
         if self.resume + self.overwrite + self.eval_only > 1:
             raise ValueError("--resume, --overwrite and --eval_only exclude each other")
-        if self.minutes and (self.resume or self.eval_only):
-            raise ValueError("--minutes plans a new run: leave it out")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
 
@@ -177,6 +175,8 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 def main():
     # ------------------------------------------------------------ configuration, and the run so far
     config, given, kept = load(TrainConfig, __doc__, default_preset=CONFIG / "quickstart.toml")
+    if config.minutes and "minutes" in given and (config.resume or config.eval_only):
+        raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
     processes = Processes()
     rank, world_size = processes.rank, processes.world_size

@@ -1,8 +1,6 @@
-"""What to train in a given time: the rules of train.py --minutes.
-
-Of a model they know its sizes, and how long a step takes. They are fitted to the sweeps in
-docs/one_dial.md; that parameters and tokens grow together is from Hoffmann et al. 2022,
-https://arxiv.org/abs/2203.15556."""
+"""What to train in a given time: the rules of train.py --minutes, which know of a model its sizes
+and how long a step takes. They are fitted to the sweeps in docs/one_dial.md; that parameters and
+tokens grow together is from Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,7 +12,7 @@ MAX_EPOCHS, MAX_STEPS = 12, 200  # the former at most, or the latter where that 
 MAX_PARAMETERS_PER_TOKEN = 25  # of the text, and these times the epochs:
 DROPOUT_FROM, MAX_BY_HEART = 35, 200
 EVALUATING_SHARE = 0.04  # of the time, at most
-RESERVE = 1.07  # of a step's time, for data and the log
+RESERVE, DROPOUT_TAKES = 1.07, 1.4  # times a step: with data and the log; with dropout, on a CPU
 SAVING, SAVING_A_PARAMETER = 1.0, 1e-7  # seconds of a checkpoint and its sample: the larger
 
 
@@ -68,8 +66,7 @@ def enough_tokens(sizes: dict[str, Any], text: Text) -> float:
 
 def most_tokens(sizes: dict[str, Any], text: Text) -> float:
     """How many it may see of a text that is short for the time."""
-    epochs = MAX_BY_HEART / parameters_per_token(sizes, text)
-    return min(MAX_EPOCHS, epochs) * text.tokens
+    return text.tokens * min(MAX_EPOCHS, MAX_BY_HEART / parameters_per_token(sizes, text))
 
 
 def most_steps(fields: dict[str, Any], text: Text) -> int:
@@ -109,7 +106,8 @@ def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_per_step, memor
     are. seconds_per_step(fields) measures a step, of three sizes at most, and once more of the
     chosen one if it will be trained otherwise; seconds_left() notices. memory: free bytes."""
     candidates = []  # from the smallest model to the largest
-    for sizes in (sizes_of(*shape, kept) for shape in SHAPES):
+    shapes = [shape for shape in SHAPES if shape[1] <= kept.get("n_embd", math.inf)] or SHAPES[:1]
+    for sizes in (sizes_of(*shape, kept) for shape in shapes):
         fields = fields_for(enough_tokens(sizes, text), sizes, kept, text, memory, world_size)
         fits = needed_memory(fields, text) <= memory
         fits = fits and parameters_per_token(sizes, text) <= MAX_PARAMETERS_PER_TOKEN
@@ -122,7 +120,7 @@ def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_per_step, memor
         ratio = count_parameters(candidates[near], text) / count_parameters(candidates[i], text)
         return seconds / seconds_per_token[near] * ratio**0.85
 
-    best = min(2, len(candidates) - 1)  # where bfloat16 may begin
+    best = 0 if "n_embd" in kept else min(2, len(candidates) - 1)  # where bfloat16 may begin
     while best not in seconds_per_token and len(seconds_per_token) < 3:
         step = seconds_per_step(candidates[best])
         seconds_per_token[best] = step / tokens_per_step(candidates[best])
@@ -131,10 +129,13 @@ def plan(kept: dict[str, Any], text: Text, seconds_left, seconds_per_step, memor
     best = min(seconds_per_token, key=lambda i: abs(i - best))
     # A larger one that is hardly slower is better.
     best = max(i for i, s in seconds_per_token.items() if s <= 1.2 * seconds_per_token[best])
-    tokens = min(tokens_seen(best), most_tokens(candidates[best], text))
-    fields = fields_for(tokens, candidates[best], kept, text, memory, world_size)
-    step = seconds_per_token[best] * tokens_per_step(fields)
-    step = RESERVE * (step if fields == candidates[best] else seconds_per_step(fields))
+    fields = candidates[best]
+    step = RESERVE * seconds_per_token[best] * tokens_per_step(fields)
+    steps = schedule(fields, step, seconds_left() - SAVING, kept, text)["max_iters"]
+    steps *= DROPOUT_TAKES if fields["dropout"] else 1  # as many as there would be without
+    fields = fields_for(steps * tokens_per_step(fields), fields, kept, text, memory, world_size)
+    if fields != candidates[best]:
+        step = RESERVE * seconds_per_step(fields)
     return fields | schedule(fields, step, seconds_left() - SAVING, kept, text) | kept
 
 
@@ -151,8 +152,7 @@ def schedule(fields, step: float, seconds: float, kept: dict[str, Any], text: Te
     n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / evaluation)))  # half of it at most
     if "eval_interval" in kept:
         n_evaluations = max(1.0, most / (interval + evaluation / step))
-    steps = max(1, int(most - n_evaluations * evaluation / step))
-    steps = min(steps, most_steps(fields, text))
+    steps = min(max(1, int(most - n_evaluations * evaluation / step)), most_steps(fields, text))
     width = fields["n_embd"]
     rate, muon_lr = 0.01 * min(1, 192 / width), 0.05 * min(1, math.sqrt(128 / width))
     if kept.get("optimizer") == "adamw":  # which has the matrices, too

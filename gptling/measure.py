@@ -87,12 +87,13 @@ def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_
     vars(config).update(fields)
     at_once = tokens_per_step(fields)
     seen = config.max_iters * at_once
-    short = config.max_iters >= most_steps(fields, text)
+    remark = "; a text so short is used up then" * (config.max_iters >= most_steps(fields, text))
+    remark += "; too little time for steps so long" * (config.max_iters < 10)
     print(
-        f"{config.dataset}: {meta['train']['bytes'] / 1e6:.1f} MB to train on, {text.tokens:,} "
+        f"{config.dataset}: {meta['train']['bytes'] / 1e6:.2f} MB to train on, {text.tokens:,} "
         f"tokens ({meta['tokenizer']}, vocabulary of {text.vocab_size:,}). "
         f"{config.minutes:g} min here: {config.n_layer} layers of {config.n_embd}, sequences of "
         f"{config.block_size}, {at_once // config.block_size} at a time, "
         f"{config.max_iters:,} steps ({seen / text.tokens:.1f} epochs), dropout {config.dropout:g}"
-        f"{'; a text so short is used up then' if short else ''}"
+        f"{remark}"
     )

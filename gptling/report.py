@@ -21,6 +21,7 @@ from gptling.cli import optional_package
 from gptling.dataset import Dataset
 from gptling.devices import flops_utilisation
 from gptling.files import replace, writing
+from gptling.measure import STARTED
 from gptling.processes import Processes
 from gptling.tokenizers import start_token
 
@@ -34,8 +35,8 @@ class Report:
         self.n_parameters = sum(p.numel() for p in model.parameters())
         sequences_per_step = config.batch_size * config.gradient_accumulation_steps
         self.tokens_per_step = sequences_per_step * config.block_size
-        self.last_time = self.session_start = time.perf_counter()
-        self.run_start = self.session_start - progress.seconds
+        self.last_time = time.perf_counter()
+        self.run_start = self.last_time - progress.seconds
         self.boards = open_boards(config, self.out_dir, step) if processes.is_main else []
         several = f", {processes.world_size} processes" * (processes.world_size > 1)
         resumed = f", from step {step}" * (step > 0)
@@ -116,8 +117,7 @@ class Report:
             command = "python" if self.processes.world_size == 1 else "torchrun ..."
             print(f"stopped at step {step}; next: {command} train.py --out_dir={out_dir} --resume")
         else:
-            seconds = time.perf_counter() - self.session_start
-            print(f"{seconds:.0f} s; next: python sample.py {out_dir}")
+            print(f"{time.perf_counter() - STARTED:.0f} s; next: python sample.py {out_dir}")
         if self.config.wandb and self.processes.is_main:
             sys.modules["wandb"].finish()
 
