@@ -277,7 +277,7 @@ class GPT(nn.Module):
     of a weight matrices; and two seams for speed, where None stands for the plain code here."""
 
     config_class = GPTConfig
-    loss_in_pieces = None  # (logits, losses, x (B, T, C), targets (B, T)) to the sum of losses
+    loss_in_pieces = None  # (logits, losses, x (B, T, C), targets (B, T)) to losses (N,)
     cache_dtype = None  # of keys and values
 
     def __init__(self, config: GPTConfig):
@@ -360,12 +360,12 @@ class GPT(nn.Module):
         x = self.hidden(idx, padding_mask, cache)  # (B, T, C)
         if targets is None:
             return self.logits(x[:, -1:] if last_only else x), None
-        n_targets = (targets != -100).sum()
         if self.loss_in_pieces is not None:
-            return None, self.loss_in_pieces(self.logits, self.losses, x, targets) / n_targets
-        logits = self.logits(x)
-        losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)
-        return logits, losses.sum() / n_targets
+            logits, losses = None, self.loss_in_pieces(self.logits, self.losses, x, targets)
+        else:
+            logits = self.logits(x)
+            losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)
+        return logits, losses.sum() / (targets != -100).sum()
 
     def next_logits(self, idx, padding_mask=None, cache=None):
         """Logits (B, V) in float32 for the token after each row: the next step of decoding, which

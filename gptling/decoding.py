@@ -19,7 +19,7 @@ from gptling.cli import UserError
 from gptling.devices import float32_attention, has_fast_matmul, use_float32_attention
 
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
-COMPARED = 16  # tokens of a prompt that show whether the faster layers compute the same
+COMPARED = 16  # tokens, by which the faster layers and the cache are compared with model.py
 
 
 def speed_up(model: nn.Module, compile: bool = False) -> nn.Module:
@@ -62,13 +62,14 @@ def compared(fast: nn.Module, plain: nn.Module) -> Callable:
     tolerance = 1e-3 if dtype == torch.float32 else 0.2
 
     def first_call(idx, padding_mask=None, cache=None):
-        tokens = torch.cat([idx, idx[:, -1:], idx[:, -1:]], dim=1)  # the prompt and two more
-        mask = None if padding_mask is None else F.pad(padding_mask, (0, 2), value=True)
+        more = max(2, COMPARED - idx.size(1))  # a layer may look at tokens some way back
+        tokens = torch.cat([idx, idx[:, -1:].expand(-1, more)], dim=1)
+        mask = None if padding_mask is None else F.pad(padding_mask, (0, more), value=True)
         n = min(COMPARED, plain.config.block_size, tokens.size(1))
         end = plain, tokens[:, -n:], None if mask is None else mask[:, -n:]
         try:
             error, what = largest_error(step, fast.new_cache(), *end), "the faster layers"
-        except RuntimeError as failure:  # such as a dtype that somebody's own attention lacks
+        except (RuntimeError, AttributeError) as failure:  # such as a weight that somebody reads
             error, what = math.inf, f"the faster layers ({failure})"
         fast.next_logits = step
         if error > tolerance:
@@ -90,14 +91,18 @@ def compared(fast: nn.Module, plain: nn.Module) -> Callable:
 
 def largest_error(next_logits: Callable, cache, plain: nn.Module, tokens, mask) -> float:
     """Of what next_logits gives with a cache, for all of the tokens (B, n) but one, then for that;
-    as a share of the spread of the plain model's logits without a cache. 0 where they are NaN."""
+    as a share of the spread of the plain model's finite logits without a cache; other logits have
+    to be the same."""
     n, errors = tokens.size(1), [0.0]
     expected = plain(tokens, padding_mask=mask)[0].float()  # (B, n, V)
     for start, end in itertools.pairwise(sorted({0, n - 1, n})):
         so_far = None if mask is None else with_own_strides(mask[:, :end])
         logits = next_logits(with_own_strides(tokens[:, start:end]), so_far, cache)
-        error = (logits - expected[:, end - 1]).abs().max() / expected[:, end - 1].std()
-        errors.append(error.item())
+        wanted = expected[:, end - 1]
+        finite = wanted.isfinite()
+        off = torch.where(finite, logits - wanted, 0.0).abs().nan_to_num(nan=math.inf).max()
+        same = logits[~finite].nan_to_num().equal(wanted[~finite].nan_to_num())
+        errors.append((off / wanted[finite].std().clamp(min=1e-30)).item() if same else math.inf)
     return max(errors)
 
 

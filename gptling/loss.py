@@ -14,9 +14,9 @@ ROWS_WITHOUT_GRADIENT = 2048  # rows of logits held at a time where no gradient 
 LOGITS_AT_ONCE = {"cpu": 1 << 22}
 
 
-class SumInPieces(torch.autograd.Function):
-    """The sum of losses(logits (N, V), targets (N,)). Its gradient is made as soon as it is, some
-    rows at a time, and takes the logits' place (Hsu et al. 2024, https://arxiv.org/abs/2410.10989):
+class LossesInPieces(torch.autograd.Function):
+    """losses(logits (N, V), targets (N,)). Their gradient is made as soon as they are, some rows at
+    a time, and takes the logits' place (Hsu et al. 2024, https://arxiv.org/abs/2410.10989):
     memory holds (N, V) numbers once, in the dtype of matmuls. One backward pass only.
     in_place: whether the logits may be overwritten."""
 
@@ -25,21 +25,24 @@ class SumInPieces(torch.autograd.Function):
         ctx.gradient = logits.detach() if in_place else torch.empty_like(logits)
         # float16 has nothing below 6e-8, and no row's gradient is above 1.
         ctx.scale = 256 if logits.dtype == torch.float16 else 1
-        total = 0.0
+        rows_losses = []
         parts = (tensor.split(rows) for tensor in (logits, targets, ctx.gradient))
         for part, target, gradient in zip(*parts, strict=True):
             with torch.enable_grad():
                 part = part.detach().requires_grad_()
-                loss = losses(part, target).sum()
-                gradient[:] = torch.autograd.grad(loss * ctx.scale, part)[0]
-            total += loss.detach()
-        return total
+                loss = losses(part, target)
+                gradient[:] = torch.autograd.grad(loss.sum() * ctx.scale, part)[0]
+            rows_losses.append(loss.detach())
+        return torch.cat(rows_losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         # Before the sum over rows that a weight's gradient is, which could pass float16's 65,504.
-        grad_logits = ctx.gradient.mul_(gradient / ctx.scale)
+        weights = gradient[:, None] / ctx.scale  # (N, 1): of each row in the loss
+        if weights.is_cpu and torch.equal(weights, weights[:1].expand_as(weights)):
+            weights = weights[0]  # as in a mean: 40 times as fast where the logits are in bfloat16
+        grad_logits = ctx.gradient.mul_(weights)
         del ctx.gradient
         return grad_logits, None, None, None, None
 
@@ -47,19 +50,19 @@ class SumInPieces(torch.autograd.Function):
 def loss_in_pieces(
     to_logits: Callable, losses: Callable, x: torch.Tensor, targets: torch.Tensor, rows: int = 0
 ) -> torch.Tensor:
-    """The sum of losses(to_logits(x), targets), for GPT.loss_in_pieces: hidden states x (B, T, C),
+    """losses(to_logits(x), targets), (B T,), for GPT.loss_in_pieces: hidden states x (B, T, C),
     targets (B, T); to_logits gives (B, T, V), losses (N,) from `rows` of (N, V) and (N,)."""
 
     def rows_of(logits):
         return rows or max(1, LOGITS_AT_ONCE.get(logits.device.type, 1 << 27) // logits.size(1))
 
     if not torch.is_grad_enabled():
-        total, n = 0.0, max(1, ROWS_WITHOUT_GRADIENT // x.size(1))  # sequences
+        rows_losses, n = [], max(1, ROWS_WITHOUT_GRADIENT // x.size(1))  # sequences
         for part_x, part_targets in zip(x.split(n), targets.split(n), strict=True):
             logits, flat_targets = to_logits(part_x).flatten(0, 1), part_targets.flatten()
             parts = (tensor.split(rows_of(logits)) for tensor in (logits, flat_targets))
-            total += sum(losses(*part).sum() for part in zip(*parts, strict=True))
-        return total
+            rows_losses += [losses(*part) for part in zip(*parts, strict=True)]
+        return torch.cat(rows_losses)
 
     kept = set()  # the memory that the backward pass through to_logits will read
 
@@ -70,7 +73,7 @@ def loss_in_pieces(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = to_logits(x).flatten(0, 1)
     in_place = logits.untyped_storage().data_ptr() not in kept
-    return SumInPieces.apply(logits, targets.flatten(), losses, rows_of(logits), in_place)
+    return LossesInPieces.apply(logits, targets.flatten(), losses, rows_of(logits), in_place)
 
 
 def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
@@ -82,7 +85,7 @@ def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
 
     def loss_and_norms():  # of the gradients
         torch.manual_seed(0)  # the same dropout
-        loss = model(idx, idx)[1]
+        loss, _ = objective_and_parts(model(idx, idx))
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return torch.stack([loss.detach(), *(g.norm() for g in gradients if g is not None)])
 
@@ -92,7 +95,10 @@ def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
         del model.losses
         plain = loss_and_norms()
         model.loss_in_pieces = partial(loss_in_pieces, rows=3)
-        pieces = loss_and_norms()
+        try:
+            pieces = loss_and_norms()
+        except (AttributeError, TypeError):  # forward takes more than the losses: it has no logits
+            pieces = plain[:0]
     same = len(pieces) == len(plain) and torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7)
     if not same or rest != 0 or rest.requires_grad:
         print("forward's own loss is used, and takes more memory: in pieces it is another")

@@ -223,12 +223,8 @@ class Block(nn.Module):''',
                 "x, balance = self.hidden(idx, padding_mask, cache)",
             ),
             (
-                "self.losses, x, targets) / n_targets",
-                'self.losses, x, targets) / n_targets, {"balance": 0.1 * balance}',
-            ),
-            (
-                "return logits, losses.sum() / n_targets",
-                'return logits, losses.sum() / n_targets, {"balance": 0.1 * balance}',
+                "losses.sum() / (targets != -100).sum()",
+                'losses.sum() / (targets != -100).sum(), {"balance": 0.1 * balance}',
             ),
         ],
         terms=("balance",),
@@ -274,6 +270,16 @@ class Block(nn.Module):''',
             ),
         ]
     ),
+    "even ids weigh more, behind the losses": Edit(
+        [
+            (
+                "        return logits, losses.sum() / (targets != -100).sum()",
+                "        losses = losses * torch.where(targets.flatten() % 2 == 0, 1.02, 0.98)\n"
+                "        return logits, losses.sum() / (targets != -100).sum()",
+            )
+        ],
+        gpt2=True,
+    ),
     "a second head for the token after next": Edit(
         [
             (
@@ -282,16 +288,12 @@ class Block(nn.Module):''',
                 "        self.lm_head = nn.Linear(",
             ),
             (
-                "        n_targets = (targets != -100).sum()\n",
-                "        n_targets = (targets != -100).sum()\n"
+                "        return logits, losses.sum() / (targets != -100).sum()\n",
                 "        after = self.losses(self.head_2(x[:, :-1]).flatten(0, 1),"
                 " targets[:, 1:].flatten())\n"
-                '        terms = {"after_next": after.sum() / n_targets}\n',
-            ),
-            ("self.losses, x, targets) / n_targets", "self.losses, x, targets) / n_targets, terms"),
-            (
-                "return logits, losses.sum() / n_targets",
-                "return logits, losses.sum() / n_targets, terms",
+                "        n_targets = (targets != -100).sum()\n"
+                '        terms = {"after_next": after.sum() / n_targets}\n'
+                "        return logits, losses.sum() / n_targets, terms\n",
             ),
         ],
         terms=("after_next",),

@@ -148,11 +148,41 @@ def test_float16_loses_neither_large_sums_nor_small_probabilities(n, scale, ids)
     weight.requires_grad_()
     targets = torch.zeros(1, n, dtype=torch.int64)
     with torch.autocast("cpu", torch.float16):
-        loss = loss_in_pieces(lambda x: x @ weight.T, make_model().losses, x, targets) / n
+        loss = loss_in_pieces(lambda x: x @ weight.T, make_model().losses, x, targets).sum() / n
     (loss * scale).backward()  # as GradScaler does
     probs = torch.tensor([1.0, 1.0, 1.0, math.exp(-17.25)]) / 3
     expected = 8 * (probs - torch.tensor([1.0, 0, 0, 0]))[:, None].expand(4, 2)
     torch.testing.assert_close(weight.grad[:ids] / scale, expected[:ids], rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_rows_may_weigh_differently_in_a_loss(dtype, tolerance):
+    """What forward() makes of the losses is its own: one weighs a tenth of another."""
+    x, targets = torch.randn(2, 16, 8), torch.randint(97, (2, 16))
+    weight = torch.randn(97, 8, requires_grad=True)
+    weights = torch.linspace(0.1, 1.0, 32)
+    plain, pieces = (
+        torch.autograd.grad((weights * losses).sum(), weight)[0]
+        for losses in (
+            F.cross_entropy((x @ weight.T).flatten(0, 1), targets.flatten(), reduction="none"),
+            loss_in_pieces(
+                lambda x: x.to(dtype) @ weight.T.to(dtype), make_model().losses, x, targets
+            ),
+        )
+    )
+    assert (plain - pieces).norm() < tolerance * plain.norm()
+
+
+class TermOfLogits(GPT):
+    """A third value made of logits that logits() put aside, whose memory the gradient takes."""
+
+    def logits(self, x):
+        self.aside = super().logits(x)
+        return self.aside
+
+    def forward(self, idx, targets=None, **options):
+        logits, loss = super().forward(idx, targets, **options)
+        return logits, loss, {"z_loss": self.aside.float().logsumexp(-1).square().mean()}
 
 
 def test_memory_that_autograd_has_kept_is_not_written_to(monkeypatch):
@@ -196,7 +226,7 @@ class OverRows(GPT):
         return super().losses(logits - logits.mean(0), targets)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, InForward, LearnedTemperature, OverRows])
+@pytest.mark.parametrize("kind", [*KINDS, InForward, LearnedTemperature, OverRows, TermOfLogits])
 def test_a_loss_that_pieces_would_not_give_stays_as_it_is_and_that_is_said(kind, capsys):
     model = make_model(kind, dropout=0.2)
     model.wpe.weight.requires_grad_(False)

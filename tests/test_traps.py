@@ -25,7 +25,7 @@ DISTANCE = "torch.arange(past, past + T)[:, None] - torch.arange(S)"
 ATTENTION = "        x = x + self.attn(self.ln_1(x), padding_mask=padding_mask, cache=cache)\n"
 MLP = "        return x + self.mlp(self.ln_2(x))"
 CALL = "block(x, padding_mask, cache[i] if cache else None)"
-SUMMED = "        return logits, losses.sum() / n_targets"
+SUMMED = "        return logits, losses.sum() / (targets != -100).sum()"
 
 
 # ---------------------------------------------------------------------------- masks
@@ -89,14 +89,40 @@ def test_a_window_beyond_the_tokens_that_loading_looks_at_is_told(tmp_path):
     [
         (ATTENTION, "        x = (x + F.pad(x, (0, 0, 1, -1))) / 2\n" + ATTENTION),
         ("self.wte(idx) + ", "self.wte((idx + 3 * F.pad(idx, (1, -1))) % 97) + "),
+        (ATTENTION, "        x = (x + F.pad(x, (0, 0, 4, 0))[:, : x.size(1)]) / 2\n" + ATTENTION),
     ],
-    ids=["the token before", "pairs of tokens"],
+    ids=["the token before", "pairs of tokens", "the fourth token before"],
 )
-def test_what_looks_back_without_the_cache_is_told_when_text_is_drawn(old, new, prompts, capsys):
-    model = random_model(edited_module((old, new)))
+@pytest.mark.parametrize("hidden", [False, True], ids=["all logits", "one that is -inf"])
+def test_what_looks_back_without_the_cache_is_told_when_text_is_drawn(
+    old, new, hidden, prompts, capsys
+):
+    changes = [(old, new)]
+    if hidden:
+        hide = ".index_fill(-1, torch.tensor([3]), -math.inf)"
+        changes.append(("return self.lm_head(x)", f"return self.lm_head(x){hide}"))
+    model = random_model(edited_module(*changes))
     idx, mask = padded(prompts)
     generate(speed_up(model), idx, 4, temperature=0, padding_mask=mask)
     assert "tokens one by one, with model.py's cache, give other logits" in capsys.readouterr().err
+
+
+def test_logits_of_which_some_are_hidden_are_not_told(capsys):
+    hide = "self.lm_head(x).index_fill(-1, torch.tensor([3]), -math.inf)"
+    model = random_model(edited_module(("return self.lm_head(x)", f"return {hide}")))
+    generate(speed_up(model), torch.tensor([[5, 6]]), 4, temperature=0)
+    assert not capsys.readouterr().err
+
+
+def test_a_weight_that_faster_layers_do_not_have_is_told_and_the_text_is_drawn(capsys, monkeypatch):
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    normed = "F.linear(F.normalize(x, dim=-1), F.normalize(self.lm_head.weight, dim=-1))"
+    model = random_model(edited_module(("return self.lm_head(x)", f"return {normed}")), n_embd=256)
+    expected = generate(model, torch.tensor([[5, 6]]), 4, temperature=0)
+    assert torch.equal(
+        generate(speed_up(model), torch.tensor([[5, 6]]), 4, temperature=0), expected
+    )
+    assert "the faster layers (" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------- the loss
