@@ -298,7 +298,7 @@ class GPT(nn.Module):
         """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
         1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3).
         GPT-2's 0.02 is for a width of 768; linear layers in blocks have 0.02 sqrt(768 / C).
-        Returns the names of parameters that are none of these, and stay as they were made."""
+        What a layer's __init__ set of these is overwritten. Returns the names of all others."""
         C, V, n_layer = self.config.n_embd, self.config.vocab_size, self.config.n_layer
         linear_std = 0.02 * math.sqrt(768 / C)
         # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
