@@ -41,7 +41,7 @@ class LossesInPieces(torch.autograd.Function):
         # Before the sum over rows that a weight's gradient is, which could pass float16's 65,504.
         weights = gradient[:, None] / ctx.scale  # (N, 1): of each row in the loss
         if weights.is_cpu and torch.equal(weights, weights[:1].expand_as(weights)):
-            weights = weights[0]  # as in a mean: 40 times as fast where the logits are in bfloat16
+            weights = weights[0, 0]  # as in a mean: 40 times as fast for logits in bfloat16
         grad_logits = ctx.gradient.mul_(weights)
         del ctx.gradient
         return grad_logits, None, None, None, None
