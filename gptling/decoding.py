@@ -65,7 +65,7 @@ def compared(fast: nn.Module, plain: nn.Module) -> Callable:
         more = max(2, COMPARED - idx.size(1))  # a layer may look at tokens some way back
         tokens = torch.cat([idx, idx[:, -1:].expand(-1, more)], dim=1)
         mask = None if padding_mask is None else F.pad(padding_mask, (0, more), value=True)
-        n = min(COMPARED, plain.config.block_size, tokens.size(1))
+        n = min(COMPARED, plain.config.block_size)
         end = plain, tokens[:, -n:], None if mask is None else mask[:, -n:]
         try:
             error, what = largest_error(step, fast.new_cache(), *end), "the faster layers"

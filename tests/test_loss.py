@@ -173,18 +173,6 @@ def test_rows_may_weigh_differently_in_a_loss(dtype, tolerance):
     assert (plain - pieces).norm() < tolerance * plain.norm()
 
 
-class TermOfLogits(GPT):
-    """A third value made of logits that logits() put aside, whose memory the gradient takes."""
-
-    def logits(self, x):
-        self.aside = super().logits(x)
-        return self.aside
-
-    def forward(self, idx, targets=None, **options):
-        logits, loss = super().forward(idx, targets, **options)
-        return logits, loss, {"z_loss": self.aside.float().logsumexp(-1).square().mean()}
-
-
 def test_memory_that_autograd_has_kept_is_not_written_to(monkeypatch):
     """And that of a plain output layer is: the gradient takes no memory of its own."""
     asked = []
@@ -224,6 +212,18 @@ class OverRows(GPT):
 
     def losses(self, logits, targets):
         return super().losses(logits - logits.mean(0), targets)
+
+
+class TermOfLogits(GPT):
+    """A third value made of logits that logits() put aside, whose memory the gradient takes."""
+
+    def logits(self, x):
+        self.aside = super().logits(x)
+        return self.aside
+
+    def forward(self, idx, targets=None, **options):
+        logits, loss = super().forward(idx, targets, **options)
+        return logits, loss, {"z_loss": self.aside.float().logsumexp(-1).square().mean()}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, InForward, LearnedTemperature, OverRows, TermOfLogits])

@@ -24,6 +24,7 @@ MASK = "        mask = self.causal_mask[None, None, past : past + T, :S]\n"
 DISTANCE = "torch.arange(past, past + T)[:, None] - torch.arange(S)"
 ATTENTION = "        x = x + self.attn(self.ln_1(x), padding_mask=padding_mask, cache=cache)\n"
 MLP = "        return x + self.mlp(self.ln_2(x))"
+HIDDEN_LOGIT = "self.lm_head(x).index_fill(-1, torch.tensor([3]), -math.inf)"
 CALL = "block(x, padding_mask, cache[i] if cache else None)"
 SUMMED = "        return logits, losses.sum() / (targets != -100).sum()"
 
@@ -99,8 +100,7 @@ def test_what_looks_back_without_the_cache_is_told_when_text_is_drawn(
 ):
     changes = [(old, new)]
     if hidden:
-        hide = ".index_fill(-1, torch.tensor([3]), -math.inf)"
-        changes.append(("return self.lm_head(x)", f"return self.lm_head(x){hide}"))
+        changes.append(("return self.lm_head(x)", f"return {HIDDEN_LOGIT}"))
     model = random_model(edited_module(*changes))
     idx, mask = padded(prompts)
     generate(speed_up(model), idx, 4, temperature=0, padding_mask=mask)
@@ -108,8 +108,7 @@ def test_what_looks_back_without_the_cache_is_told_when_text_is_drawn(
 
 
 def test_logits_of_which_some_are_hidden_are_not_told(capsys):
-    hide = "self.lm_head(x).index_fill(-1, torch.tensor([3]), -math.inf)"
-    model = random_model(edited_module(("return self.lm_head(x)", f"return {hide}")))
+    model = random_model(edited_module(("return self.lm_head(x)", f"return {HIDDEN_LOGIT}")))
     generate(speed_up(model), torch.tensor([[5, 6]]), 4, temperature=0)
     assert not capsys.readouterr().err
 
