@@ -31,7 +31,7 @@ import torch
 from tyro.conf import Suppress
 
 from gptling.checkpoints import Progress, RunDirectory
-from gptling.cli import CONFIG, Fraction, PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import QUICKSTART, Fraction, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
@@ -174,7 +174,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 
 def main():
     # ------------------------------------------------------------ configuration, and the run so far
-    config, given, kept = load(TrainConfig, __doc__, default_preset=CONFIG / "quickstart.toml")
+    config, given, kept, derived = load(TrainConfig, __doc__, default_preset=QUICKSTART)
     if config.minutes and "minutes" in given and (config.resume or config.eval_only):
         raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
@@ -206,7 +206,7 @@ def main():
         config.minutes = 1.0
     if (config.minutes or "minutes" in kept) and not (state or config.eval_only):
         set_up_candidate = partial(set_up, source=source, processes=processes)
-        plan_run(config, given, kept, longest, set_up_candidate, processes)
+        plan_run(config, given, kept, derived, longest, set_up_candidate, processes)
     if config.min_lr > config.learning_rate:
         lower = f"lower it, or raise --learning_rate={config.learning_rate}"
         raise UserError(f"--min_lr={config.min_lr} is above the learning_rate: {lower}")

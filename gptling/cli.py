@@ -26,6 +26,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import tyro
 
 CONFIG = Path(__file__).parent.parent / "config"
+QUICKSTART = CONFIG / "quickstart.toml"
 # What a number of a configuration may be besides finite and not negative: at least 1, below 1.
 PositiveInt = Annotated[int, "at least 1"]
 Fraction = Annotated[float, "below 1"]
@@ -116,8 +117,9 @@ def _exit(code):
 
 
 def load(cls: type, description: str, argv: list[str] | None = None, default_preset=None):
-    """An instance of the dataclass `cls` from the command line, the flags that were given, and the
-    names of what flags and presets say, that in default_preset aside.
+    """An instance of the dataclass `cls` from the command line, the flags given to it, the names
+    of what flags and presets say, that in default_preset aside, and of the fields that
+    __post_init__ has set the values before, from which it can set them anew.
 
     default_preset: the words before the first flag are presets, this one before them all. Without
     it `cls` has a positional field of its own. A usage error exits with code 2."""
@@ -154,7 +156,9 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
             _let_first_speak()
         raise
     given = {name: getattr(config, name) for name in names if name in hints}
-    return config, given, said | given.keys()
+    unsaid = vars(default).items() if default_preset else ()
+    derived = {n: v for n, v in unsaid if n not in given and getattr(config, n) != v}
+    return config, given, said | given.keys(), derived
 
 
 def is_preset(word: str, before: str, hints: dict[str, Any]) -> bool:

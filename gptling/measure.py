@@ -1,8 +1,9 @@
 """How long a step takes here, and the run planned by it: train.py --minutes."""
 
 import copy
+import io
 import time
-from typing import Any
+from contextlib import redirect_stderr, redirect_stdout
 
 import torch
 
@@ -49,10 +50,10 @@ def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: f
     return sorted(times)[len(times) // 4], compiling
 
 
-def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_up, processes):
+def plan_run(config, given: dict, kept: set, derived: dict, longest: float, set_up, processes):
     """Set what is not `kept` of train.py's configuration for the best model in config.minutes from
-    the start of the program, and print it. longest: the sequences that an init_from allows; set_up:
-    train.py's. Raises UserError."""
+    the start of the program, and print it. given, kept, derived: as cli.load returns them; longest:
+    the sequences that an init_from allows; set_up: train.py's. Raises UserError."""
     if not config.minutes or "max_iters" in given:
         raise UserError(f"--minutes={config.minutes:g}: give either a time or --max_iters")
     # A preset's numbers of steps are those of its own time.
@@ -65,17 +66,24 @@ def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_
     def slowest(seconds):  # of the processes
         return processes.all_reduce_max(round(1e6 * seconds)) / 1e6
 
+    def set_fields(candidate, fields):  # and what follows from them
+        vars(candidate).update({name: derived[name] for name in derived.keys() - kept} | fields)
+        candidate.__post_init__()
+
     compiling = 0.0
 
     def seconds_per_step(fields):  # on random tokens
         nonlocal compiling
         candidate = copy.copy(config)
-        vars(candidate).update(fields)
+        set_fields(candidate, fields)
         batch_size, micro_steps = micro_batches(candidate, processes.world_size)
         idx = torch.randint(text.vocab_size, (batch_size, candidate.block_size))
         limit = min(MEASURING_SHARE * 60 * config.minutes, MEASURING_SECONDS) / 4
         idx = processes.to_device(idx)
-        step, compiling = seconds_of_step(set_up(candidate, data), idx, micro_steps, limit, slowest)
+        # What that says, the run says again.
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            built = set_up(candidate, data)
+        step, compiling = seconds_of_step(built, idx, micro_steps, limit, slowest)
         return step
 
     def seconds_left():  # the run compiles, too
@@ -84,7 +92,7 @@ def plan_run(config, given: dict[str, Any], kept: set[str], longest: float, set_
     values = {name: getattr(config, name) for name in names}
     memory = -0.8 * processes.all_reduce_max(-free_memory(processes.device))
     fields = plan(values, text, seconds_left, seconds_per_step, memory, processes.world_size)
-    vars(config).update(fields)
+    set_fields(config, fields)
     at_once = tokens_per_step(fields)
     seen = config.max_iters * at_once
     remark = "; a text so short is used up then" * (config.max_iters >= most_steps(fields, text))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ from gptling.cli import UserError
 from gptling.measure import seconds_of_step
 from gptling.tokenizers import build_tokenizer
 from tests.conftest import ROOT, run_here, run_script
+from tests.edits import edited_module
 from tests.test_processes import finish, torchrun
+from train import TrainConfig, set_up
 
 TEXT_OF_A_BOOK = Text(tokens=400_000, val_tokens=40_000, vocab_size=1024, longest=40_000 - 1)
 MANY_BOOKS = Text(tokens=40_000_000, val_tokens=4_000_000, vocab_size=8192, longest=10**6)
@@ -521,6 +524,66 @@ def test_a_model_that_is_trained_already_keeps_its_sizes_but_for_how_long_sequen
     assert (fields.get("block_size"), text.longest) == (kept, 16)
     config = tomllib.loads((tmp_path / "out/mine/config.toml").read_text())
     assert config["block_size"] == (kept or 16)
+
+
+D_FF = [
+    ("    bias: bool = True", "    d_ff: int = 0  # 4 n_embd if 0\n    bias: bool = True"),
+    ("    def __post_init__(self):\n", "    def __post_init__(self):\n        set_d_ff(self)\n"),
+    ("@dataclass\n", "def set_d_ff(c):\n    c.d_ff = c.d_ff or 4 * c.n_embd\n\n\n@dataclass\n"),
+    ("4 * config.n_embd", "config.d_ff"),
+]
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("words", [[], ["--d_ff=48"], ["--init_from=out/first"]])
+def test_what_follows_from_planned_sizes_follows_from_those(
+    words, trained, tmp_path, train_here, monkeypatch
+):
+    """Where nothing gives it: neither a flag nor the model to begin from."""
+    module, built = edited_module(*D_FF), []
+
+    @dataclass
+    class Wider(TrainConfig):
+        d_ff: int = 0
+
+        def __post_init__(self):
+            super().__post_init__()
+            module.set_d_ff(self)
+
+    def look(config, *more, **others):
+        built.append((config.n_embd, config.d_ff))
+        return set_up(config, *more, **others)
+
+    for name, value in {
+        "TrainConfig": Wider,
+        "GPT": module.GPT,
+        "GPTConfig": module.GPTConfig,
+    }.items():
+        monkeypatch.setattr(f"train.{name}", value)
+    monkeypatch.setattr("gptling.measure.STARTED", time.perf_counter() - 60)
+    here = start_of(trained, tmp_path)
+    first = ["--out_dir=out/first", "--max_iters=1", "--n_embd=16", "--d_ff=48"]
+    assert run_here("train.py", *FLAGS, *first, cwd=here).returncode == 0
+    monkeypatch.setattr("train.set_up", look)
+    process = run_here("train.py", *words, *FLAGS, cwd=here)
+    assert process.returncode == 0, process.stderr
+    assert len(built) > 1 and built[-1][0] != 128  # measured, and not the quick start's
+    assert all(d_ff == (48 if words else 4 * n_embd) for n_embd, d_ff in built)
+    config = tomllib.loads((here / "out/mine/config.toml").read_text())
+    assert (config["n_embd"], config["d_ff"]) == built[-1]
+
+
+def test_what_building_the_model_says_is_said_once(trained, tmp_path, train_here, monkeypatch):
+    def talk(*arguments, **others):
+        print("to say")
+        print("to warn", file=sys.stderr)
+        return set_up(*arguments, **others)
+
+    monkeypatch.setattr("train.set_up", talk)
+    monkeypatch.setattr("gptling.measure.STARTED", time.perf_counter() - 60)
+    process = run_here("train.py", *FLAGS, cwd=start_of(trained, tmp_path))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count(b"to say") == process.stderr.count(b"to warn") == 1
 
 
 def test_what_compiling_takes_is_left_for_the_run_too(trained, tmp_path, train_here, monkeypatch):

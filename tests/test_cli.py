@@ -61,18 +61,25 @@ def test_a_value_that_is_derived_from_others_is_derived_at_last(tmp_path, empty)
     assert load(Derived, "", [str(tmp_path / "small.toml")], empty)[0] == Derived(8, 8)
 
 
+def test_what_is_derived_comes_with_the_value_before_but_for_flags(tmp_path, empty):
+    (tmp_path / "half.toml").write_text("n_kv_head = 4")
+    assert load(Derived, "", ["--n_head=4"], empty)[3] == {"n_kv_head": 0}
+    assert load(Derived, "", ["--n_kv_head=3"], empty)[3] == {}
+    assert load(Derived, "", [str(tmp_path / "half.toml")], empty)[3] == {}
+
+
 def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path, empty):
     a, b = tmp_path / "a.toml", tmp_path / "b.toml"
     a.write_text('width = 4\nline_width = 1\nname = "a"\n')
     b.write_text('name = "b"\nloud = true\nmode = true\n')
     flags = ["--width=9", "--line_width", "1e-3"]
-    config, given, said = parse(str(a), str(b), *flags, default_preset=empty)
+    config, given, said, _ = parse(str(a), str(b), *flags, default_preset=empty)
     assert config == Example(9, 1e-3, "b", True, True)
     assert given == {"width": 9, "line_width": 1e-3}
     assert said == {"width", "line_width", "name", "loud", "mode"}
     assert parse("--name=c", default_preset=a)[2] == {"name"}
     assert parse(str(b), str(a), "--name=c", default_preset=empty)[0].name == "c"
-    assert parse() == parse(default_preset=empty) == (Example(), {}, set())
+    assert parse() == parse(default_preset=empty) == (Example(), {}, set(), {})
     assert parse(default_preset=a)[0].width == 4
     config, *_ = parse(str(b), default_preset=a)
     assert (config.width, config.name) == (4, "b"), "what b does not say is as in a"
@@ -120,7 +127,7 @@ def test_a_preset_after_a_flag_is_refused(empty, capsys):
     ],
 )
 def test_flags_have_the_types_of_their_fields(arguments, expected):
-    config, given, _ = parse(*arguments.split())
+    config, given, *_ = parse(*arguments.split())
     assert given == expected and config == Example(**expected)
     assert all(type(given[name]) is type(value) for name, value in expected.items())
 
@@ -140,7 +147,7 @@ def test_flags_have_the_types_of_their_fields(arguments, expected):
     ],
 )
 def test_flags_of_train_py(arguments, expected, empty):
-    config, given, _ = load(TrainConfig, "", arguments.split(), empty)
+    config, given, *_ = load(TrainConfig, "", arguments.split(), empty)
     assert given == expected
     assert {name: getattr(config, name) for name in expected} == expected
 

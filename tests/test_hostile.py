@@ -121,7 +121,7 @@ def give_a_configuration_or_a_usage_error(cls, arguments):
     error = tempfile.SpooledTemporaryFile(mode="w+", encoding="utf-8")
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(error):
         try:
-            config, given, _ = load(cls, "Anything.", arguments, default_preset)
+            config, given, *_ = load(cls, "Anything.", arguments, default_preset)
             assert type(config) is cls and set(given) <= set(cls.__dataclass_fields__)
         except UserError:  # a preset that is not there
             assert default_preset
