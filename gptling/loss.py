@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 
+from gptling.cli import UserError
+
 ROWS_WITHOUT_GRADIENT = 2048  # rows of logits held at a time where no gradient is needed
 # Logits in float32 at a time: 16 MB stay in a CPU's cache; 512 MB elsewhere.
 LOGITS_AT_ONCE = {"cpu": 1 << 22}
@@ -118,7 +120,11 @@ def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
 
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of what GPT.forward returns with targets: what training minimizes, and the parts whose
-    sum it is: "loss", and what a changed model adds to it."""
+    sum it is: "loss", and what a changed model adds to it. Raises UserError for another third value
+    than {name: scalar}."""
     _, loss, *terms = output
     terms = terms[0] if terms else {}
+    if not isinstance(terms, dict) or not all(isinstance(t, torch.Tensor) for t in terms.values()):
+        third = "forward() in model.py returns a third value"
+        raise UserError(f"{third}, {terms!r:.50}: give a dict, {{name: scalar tensor}}")
     return sum(terms.values(), start=loss), {"loss": loss} | terms

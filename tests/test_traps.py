@@ -127,6 +127,13 @@ def test_a_weight_that_faster_layers_do_not_have_is_told_and_the_text_is_drawn(c
 # ---------------------------------------------------------------------------- the loss
 
 
+@pytest.mark.parametrize("third", ["losses.mean()", "0.5", '{"balance": 0.5}'])
+def test_a_third_value_that_is_no_dict_of_scalars_is_an_error(third):
+    model = random_model(edited_module((SUMMED, f"{SUMMED}, {third}")))
+    with pytest.raises(UserError, match=r"third value, .*: give a dict, \{name: scalar tensor\}"):
+        use_loss_in_pieces(model)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
