@@ -119,10 +119,12 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32") -> list:
     """[AdamW], or with "muon" [AdamW, Muon]. Muon takes the matrices inside the blocks, a router's
-    too, and parameters of three dimensions as stacks of matrices. Matrices and embeddings decay,
-    biases and LayerNorms do not. Without a gradient none moves. lr_scale: times learning_rate;
-    dtype: of matmuls, in which Muon computes if it is bfloat16."""
-    muon = {p for p in model.h.parameters() if p.dim() in (2, 3) and config.optimizer == "muon"}
+    too, but no embedding's, and parameters of three dimensions as stacks of matrices. Matrices and
+    embeddings decay, biases and LayerNorms do not. Without a gradient none moves. lr_scale: times
+    learning_rate; dtype: of matmuls, in which Muon computes if it is bfloat16."""
+    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    matrices = {p for p in model.h.parameters() if p.dim() in (2, 3)} - embeddings
+    muon = matrices if config.optimizer == "muon" else set()
     rest = [p for p in model.parameters() if p not in muon]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -208,8 +210,7 @@ def main():
         set_up_candidate = partial(set_up, source=source, processes=processes)
         plan_run(config, given, kept, derived, longest, set_up_candidate, processes)
     if config.min_lr > config.learning_rate:
-        lower = f"lower it, or raise --learning_rate={config.learning_rate}"
-        raise UserError(f"--min_lr={config.min_lr} is above the learning_rate: {lower}")
+        raise UserError(f"--min_lr={config.min_lr}: at most --learning_rate={config.learning_rate}")
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
         changed = f"{data.directory} is not what {config.out_dir} was trained on"

@@ -111,6 +111,7 @@ MISTAKES = [
     ("train.py TINY --dataset=mine --out_dir=file/run", "file/run"),
     ("train.py TINY --out_dir=new --dataset=mine --init_from=nix", "nix"),
     ("train.py TINY --out_dir=new --dataset=mine --device=cuda", "cuda"),
+    ("train.py TINY --out_dir=new --dataset=mine --min_lr=1", "--min_lr=1.0", "--learning_rate="),
     # sampling
     ("sample.py nix", "nix", "no checkpoint", "out/mine"),
     ("sample.py .", "no checkpoint"),

@@ -266,6 +266,17 @@ def test_muon_takes_the_matrices_inside_the_blocks():
     assert taken.isdisjoint(rest) and taken | rest == set(names.values())
 
 
+def test_muon_leaves_embeddings_to_adamw_wherever_they_are():
+    """Of a block's own, and those that a block shares with the output layer."""
+    model = GPT(GPTConfig(8, 11, 2, 2, 4))
+    model.h[0].values = torch.nn.Embedding(11, 4)
+    model.h[1].exit = model.lm_head
+    adamw, muon = configure_optimizers(model, TrainConfig(optimizer="muon"))
+    decay, taken = ({id(p) for p in each.param_groups[0]["params"]} for each in (adamw, muon))
+    for embedding in (model.wte, model.h[0].values):
+        assert id(embedding.weight) in decay - taken
+
+
 def write_data(directory, train, val, tokenizer):
     """A data directory with these ids."""
     directory.mkdir(parents=True)
