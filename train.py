@@ -226,7 +226,7 @@ def main():
 
     _, micro_steps = micro_batches(config, world_size)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    load_states(optimizers, scaler, state)  # of a resumed run
+    load_states(model, optimizers, scaler, state)  # of a resumed run
 
     # ------------------------------------------------------------ what is written
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
@@ -238,7 +238,7 @@ def main():
         progress.loss_sum, progress.seconds = loss_sum.item(), report.seconds()
         progress.computed_in = report.computed_in
         full_model = processes.full_model(model, GPT)
-        run_directory.save(metrics, full_model, optimizers, scaler, progress, config, data)
+        run_directory.save(metrics, model, full_model, optimizers, scaler, progress, config, data)
 
     # ------------------------------------------------------------ loop
     signals, stopped = StopSignals(processes), 0

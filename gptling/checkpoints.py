@@ -219,22 +219,22 @@ class RunDirectory:
             print(f"checkpoints are for this model.py alone (model_type gptling): {why_not_gpt2}")
         self.last_reason = why_not_gpt2
 
-    def save(self, metrics, model, optimizers, scaler, progress: Progress, config, data):
+    def save(self, metrics, model, full_model, optimizers, scaler, progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
         All processes of a sharded model call it, the first one writes. Raises UserError."""
         if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": 2, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
-        state["optimizers"] = [full_state(optimizer) for optimizer in optimizers]
+        state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
         if not self.processes.is_main:
             return
-        check_masks(model)
+        check_masks(full_model)
         final = self.path / f"checkpoint-{metrics['step']}"
         temporary = self.path / f".{final.name}.writing"
         try:
             with writing(final):
-                self.print_new_reason(save(model, temporary, data.tokenizer_json))
+                self.print_new_reason(save(full_model, temporary, data.tokenizer_json))
                 with (temporary / "training_state.pt").open("wb") as file:
                     torch.save(state, file)
                 (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")

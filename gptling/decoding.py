@@ -94,11 +94,10 @@ def largest_error(next_logits: Callable, cache, plain: nn.Module, tokens, mask) 
     as a share of the spread of the plain model's finite logits without a cache; other logits have
     to be the same."""
     n, errors = tokens.size(1), [0.0]
-    expected = plain(tokens, padding_mask=mask)[0].float()  # (B, n, V)
     for start, end in itertools.pairwise(sorted({0, n - 1, n})):
         so_far = None if mask is None else with_own_strides(mask[:, :end])
         logits = next_logits(with_own_strides(tokens[:, start:end]), so_far, cache)
-        wanted = expected[:, end - 1]
+        wanted = plain.next_logits(tokens[:, :end], so_far)
         finite = wanted.isfinite()
         off = torch.where(finite, logits - wanted, 0.0).abs().nan_to_num(nan=math.inf).max()
         same = logits[~finite].nan_to_num().equal(wanted[~finite].nan_to_num())

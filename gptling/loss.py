@@ -87,8 +87,9 @@ def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
 
     def loss_and_norms():  # of the gradients
         torch.manual_seed(0)  # the same dropout
-        loss, _ = objective_and_parts(model(idx, idx))
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        with kept_buffers(model):
+            loss, _ = objective_and_parts(model(idx, idx))
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return torch.stack([loss.detach(), *(g.norm() for g in gradients if g is not None)])
 
     with kept_buffers(model), torch.random.fork_rng([]):

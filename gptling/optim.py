@@ -90,26 +90,34 @@ def steps_as_matrix(gram: torch.Tensor, steps: int) -> torch.Tensor:
     return product
 
 
-def full_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """The state of each parameter, {index: {name: value}}, whatever an optimizer keeps there;
-    gathered where it is sharded: all processes must call it then."""
+def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str | int, dict]:
+    """The state of each parameter, by the name it has in the model, in memory of the CPU; gathered
+    where it is sharded: all processes must call it then."""
 
     def full(value):
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return value.cpu() if isinstance(value, torch.Tensor) else value
 
-    saved = optimizer.state_dict()["state"]
-    return {i: {name: full(value) for name, value in state.items()} for i, state in saved.items()}
+    saved, places = optimizer.state_dict()["state"], places_of(optimizer, model)
+    return {k: {n: full(v) for n, v in saved[i].items()} for k, i in places.items() if i in saved}
 
 
-def load_states(optimizers: list[torch.optim.Optimizer], scaler, state: dict[str, Any]):
-    """Give optimizers and GradScaler what a checkpoint has of them. Raises UserError."""
+def places_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str | int, int]:
+    """Where an optimizer has each of its parameters, by their names, so that whoever changes the
+    groups or the order need not think of runs to be resumed."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {names.get(p, i): i for i, p in enumerate(parameters)}
+
+
+def load_states(model, optimizers: list[torch.optim.Optimizer], scaler, state: dict[str, Any]):
+    """Give a model's optimizers and GradScaler what a checkpoint has of them. Raises UserError."""
     if not state:
         return
     try:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             if state["progress"].overflows < state["progress"].step:  # it has had a step
-                load_state(optimizer, saved)
+                load_state(optimizer, saved, model)
     except ValueError as error:
         raise UserError(
             f"training_state.pt does not fit: {error}; take another --out_dir"
@@ -127,13 +135,14 @@ def shard(value: Any, like: torch.Tensor) -> Any:
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
-def load_state(optimizer: torch.optim.Optimizer, saved: dict[int, dict[str, Any]]):
+def load_state(optimizer: torch.optim.Optimizer, saved: dict[str | int, dict], model):
     """Take what full_state gave, sharded as the parameters are; settings stay as they are. Raises
     ValueError for the state of other parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not saved.keys() <= set(range(len(parameters))):
-        raise ValueError(f"it has the state of {len(saved)} of {len(parameters)} parameters")
-
+    places = places_of(optimizer, model) | {i: i for i in range(len(parameters))}  # as once saved
+    if unknown := list(saved.keys() - places.keys()):
+        raise ValueError(f"it has the state of {unknown[0]}, which the optimizer has not")
+    saved = {places[key]: values for key, values in saved.items()}
     state = {i: {k: shard(v, parameters[i]) for k, v in saved[i].items()} for i in saved}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 

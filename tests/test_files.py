@@ -44,7 +44,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     data = SimpleNamespace(fingerprint="", tokenizer_json='{"added_tokens": []}')
     scaler, model = torch.amp.GradScaler("cpu", enabled=False), GPT(GPTConfig(16, 9, 1, 1, 8))
     run = RunDirectory(tmp_path, one_process())
-    run.save({"step": 3}, model, [], scaler, Progress(step=3), TrainConfig(), data)
+    run.save({"step": 3}, model, model, [], scaler, Progress(step=3), TrainConfig(), data)
     at = events.index("renamed")
     files = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert len(files) == 7 and files | {".checkpoint-3.writing"} == set(events[:at])

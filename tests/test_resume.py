@@ -318,7 +318,7 @@ def test_the_state_of_any_optimizer_goes_on_where_it_was(optimizer):
                 optimizers = fresh
             if stop and step == 2:
                 for old, new in zip(optimizers, fresh, strict=True):
-                    load_state(new, full_state(old))
+                    load_state(new, full_state(old, model), model)
                 optimizers = fresh
             model(idx, idx)[1].backward()
             for each in optimizers:
@@ -334,8 +334,25 @@ def test_the_state_of_other_parameters_is_refused():
     model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[1].backward()
     [adamw] = configure_optimizers(model, TrainConfig())
     adamw.step()
-    with pytest.raises(ValueError, match="parameters"):
-        load_state(adamw, full_state(adamw) | {99: {}})
+    for name in (99, "h.7.mlp.c_fc.weight"):
+        with pytest.raises(ValueError, match=f"state of {name}, which"):
+            load_state(adamw, full_state(adamw, model) | {name: {}}, model)
+
+
+@pytest.mark.parametrize("by_position", [False, True])  # as before there were names
+def test_states_go_by_names_whatever_the_groups_and_their_order(by_position):
+    torch.manual_seed(0)
+    model, idx = GPT(GPTConfig(8, 11, 1, 2, 4)), torch.arange(8)[None]
+    model(idx, idx)[1].backward()
+    [adamw] = configure_optimizers(model, TrainConfig())
+    adamw.step()
+    parameters = [p for group in adamw.param_groups for p in group["params"]]
+    other = torch.optim.AdamW(parameters if by_position else parameters[::-1])
+    saved = adamw.state_dict()["state"] if by_position else full_state(adamw, model)
+    assert by_position or saved.keys() == {name for name, _ in model.named_parameters()}
+    load_state(other, saved, model)
+    for p in parameters:
+        assert torch.equal(other.state[p]["exp_avg"], adamw.state[p]["exp_avg"])
 
 
 def test_a_log_that_a_crash_cut_off_goes_on_whole(tmp_path):

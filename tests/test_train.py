@@ -344,7 +344,7 @@ def saver(directory):
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
     scaler, config = torch.amp.GradScaler("cpu", enabled=False), TrainConfig(keep_last=2)
-    return lambda metrics: run.save(metrics, model, [], scaler, Progress(), config, data)
+    return lambda metrics: run.save(metrics, model, model, [], scaler, Progress(), config, data)
 
 
 def test_the_best_and_the_last_checkpoints_stay(tmp_path):

@@ -113,6 +113,16 @@ def test_logits_of_which_some_are_hidden_are_not_told(capsys):
     assert not capsys.readouterr().err
 
 
+def test_another_next_step_is_no_other_cache(capsys):
+    twice = "return self(idx, **options)[0]", "return 2 * self(idx, **options)[0]"
+    model = random_model(edited_module(twice))
+    options = {"temperature": 0.5, "generator": torch.Generator().manual_seed(1)}
+    drawn = generate(speed_up(model), torch.tensor([[5, 6]]), 8, **options)
+    options["generator"].manual_seed(1)
+    assert torch.equal(generate(model, torch.tensor([[5, 6]]), 8, **options), drawn)
+    assert not capsys.readouterr().err
+
+
 def test_a_weight_that_faster_layers_do_not_have_is_told_and_the_text_is_drawn(capsys, monkeypatch):
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
     normed = "F.linear(F.normalize(x, dim=-1), F.normalize(self.lm_head.weight, dim=-1))"
@@ -172,6 +182,22 @@ def test_averages_that_training_keeps_are_moved_by_training_alone():
     use_loss_in_pieces(model)
     assert model.loss_in_pieces is loss_in_pieces
     assert all(block.mlp.scale == 1 for block in model.h)
+
+
+def test_a_loss_of_a_moving_average_is_the_same_in_pieces(capsys):
+    centred = """        x = self.ln_f(x)
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x - self.mean
+"""
+    buffer = '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'
+    first = "        self.untouched = "
+    model = random_model(
+        edited_module(("        return self.ln_f(x)\n", centred), (first, buffer + first))
+    )
+    use_loss_in_pieces(model.train())
+    assert model.loss_in_pieces is loss_in_pieces and not capsys.readouterr().out
+    assert not model.mean.any()
 
 
 # ---------------------------------------------------------------------------- --explain
