@@ -46,7 +46,7 @@ from prepare import PrepareConfig, prepare
 
 
 @dataclass
-class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and these
+class TrainConfig(GPTConfig):  # and its fields; config/quickstart.toml goes before all defaults
     vocab_size: Suppress[int] = 1  # as the tokenizer says
     vocab_multiple: PositiveInt = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
@@ -100,7 +100,7 @@ class TrainConfig(GPTConfig):  # flags and presets: the fields of GPTConfig, and
 
 # What makes a run another run, and so stays when it is resumed, as the sizes of the model do.
 FIXED = {"init_from", "batch_size", "gradient_accumulation_steps", "optimizer", "seed"}
-FIXED |= {"block_size", "vocab_multiple", "bias"}  # loading refuses the other sizes itself
+FIXED |= {"block_size", "n_layer", "n_head", "n_embd", "vocab_multiple", "bias"}
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

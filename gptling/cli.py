@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -127,7 +127,9 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
     argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
     # Without __post_init__, which may derive a value from others, before all have their values.
     hints, default, said = get_type_hints(cls), object.__new__(cls), set()
-    vars(default).update({field.name: field.default for field in dataclasses.fields(cls)})
+    for field in dataclasses.fields(cls):
+        made = field.default_factory is not dataclasses.MISSING
+        setattr(default, field.name, field.default_factory() if made else field.default)
     if default_preset:
         n_presets = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
         presets, argv = argv[:n_presets], argv[n_presets:]
@@ -226,7 +228,9 @@ def read_preset(cls: type, path: str | Path) -> dict[str, Any]:
         hint, choices = hints[name], get_args(hints[name])
         if hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
             values[name] = float(value)
-        elif value not in choices and (type(value) is not hint or hint is float):
+        elif get_origin(hint) in (list, tuple) and type(value) is list:
+            values[name] = get_origin(hint)(value)
+        elif hint is float or (value not in choices and type(value) not in (choices or [hint])):
             expected = " or ".join(map(str, choices)) or hint.__name__
             raise UserError(f"{path}: {name} = {value!r:.50}: expected {expected}")
     return values

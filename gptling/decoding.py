@@ -101,7 +101,8 @@ def largest_error(next_logits: Callable, cache, plain: nn.Module, tokens, mask) 
         finite = wanted.isfinite()
         off = torch.where(finite, logits - wanted, 0.0).abs().nan_to_num(nan=math.inf).max()
         same = logits[~finite].nan_to_num().equal(wanted[~finite].nan_to_num())
-        errors.append((off / wanted[finite].std().clamp(min=1e-30)).item() if same else math.inf)
+        spread = wanted[finite].std().clamp(min=1e-30) if finite.any() else 1.0
+        errors.append((off / spread).item() if same else math.inf)
     return max(errors)
 
 

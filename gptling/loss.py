@@ -125,7 +125,8 @@ def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Te
     than {name: scalar}."""
     _, loss, *terms = output
     terms = terms[0] if terms else {}
-    if not isinstance(terms, dict) or not all(isinstance(t, torch.Tensor) for t in terms.values()):
+    named = isinstance(terms, dict) and "loss" not in terms
+    if not named or not all(isinstance(t, torch.Tensor) and t.dim() == 0 for t in terms.values()):
         third = "forward() in model.py returns a third value"
-        raise UserError(f"{third}, {terms!r:.50}: give a dict, {{name: scalar tensor}}")
+        raise UserError(f"{third}, {terms!r:.50}: give {{name: scalar tensor}}, no name being loss")
     return sum(terms.values(), start=loss), {"loss": loss} | terms

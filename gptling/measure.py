@@ -68,7 +68,10 @@ def plan_run(config, given: dict, kept: set, derived: dict, longest: float, set_
 
     def set_fields(candidate, fields):  # and what follows from them
         vars(candidate).update({name: derived[name] for name in derived.keys() - kept} | fields)
-        candidate.__post_init__()
+        try:
+            candidate.__post_init__()
+        except ValueError as error:  # of a changed model
+            raise UserError(f"planned sizes do not suit: {error}; give those by flags") from None
 
     compiling = 0.0
 

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from gptling.checkpoints import Progress
-from gptling.cli import optional_package
+from gptling.cli import UserError, in_words, optional_package
 from gptling.dataset import Dataset
 from gptling.devices import flops_utilisation
 from gptling.files import replace, writing
@@ -78,6 +78,9 @@ class Report:
         if mfu := flops_utilisation(one_gpu, self.n_parameters, self.processes.gpu):
             numbers["mfu"] = mfu
             pace += f", MFU {100 * mfu:.0f} %"
+        if taken := losses.keys() & (numbers.keys() | {"step", "seconds", "val_loss"}):
+            clash = f"forward() in model.py calls a term {min(taken)}"
+            raise UserError(f"{clash}, and that is another number of the log: rename it")
         for reason in eager_parts() - self.eager:
             self.eager.add(reason)
             tqdm.write(f"--compile: a part of the model runs uncompiled: {reason} ...")
@@ -148,8 +151,11 @@ def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]
     model.eval()
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
-    tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
-    text = tokenizer.decode([token.item() for token in tokens])
+    try:
+        tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
+        text = tokenizer.decode([token.item() for token in tokens])
+    except Exception as error:  # of a changed model, whose training goes on and is saved
+        text = f"no text: {in_words(error)}"
     torch.use_deterministic_algorithms(deterministic)
     model.train()
     return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]

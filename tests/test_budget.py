@@ -36,7 +36,7 @@ from gptling.budget import (
 )
 from gptling.cli import UserError
 from gptling.measure import seconds_of_step
-from gptling.tokenizers import build_tokenizer
+from gptling.tokenizers import bpe_size, build_tokenizer
 from tests.conftest import ROOT, run_here, run_script
 from tests.edits import edited_module
 from tests.test_processes import finish, torchrun
@@ -573,6 +573,21 @@ def test_what_follows_from_planned_sizes_follows_from_those(
     assert (config["n_embd"], config["d_ff"]) == built[-1]
 
 
+def test_planned_sizes_that_a_changed_model_refuses_are_one_line(
+    trained, tmp_path, train_here, monkeypatch
+):
+    @dataclass
+    class Choosy(TrainConfig):
+        def __post_init__(self):
+            super().__post_init__()
+            if self.n_embd < 100:
+                raise ValueError(f"n_embd={self.n_embd}: too narrow")
+
+    monkeypatch.setattr("train.TrainConfig", Choosy)
+    process = run_here("train.py", *FLAGS, cwd=start_of(trained, tmp_path))
+    assert process.returncode == 1 and b"n_embd=64: too narrow; give" in process.stderr
+
+
 def test_what_building_the_model_says_is_said_once(trained, tmp_path, train_here, monkeypatch):
     def talk(*arguments, **others):
         print("to say")
@@ -600,6 +615,77 @@ def test_what_compiling_takes_is_left_for_the_run_too(trained, tmp_path, train_h
     process = run_here("train.py", "--minutes=60", *FLAGS, cwd=start_of(trained, tmp_path))
     assert process.returncode == 1 and b"seen" in process.stderr
     assert 1000 < left[0] - left[1] < 1100
+
+
+@pytest.mark.parametrize("minutes, seconds", [(0.2, 1.2), (1, 6), (60, 15)])
+def test_measuring_takes_a_tenth_of_the_time_and_15_seconds_at_most(
+    minutes, seconds, trained, tmp_path, train_here, monkeypatch
+):
+    """Three sizes, and once more the one that is taken."""
+    limits = []
+
+    def look(kept, text, seconds_left, seconds_per_step, memory, world_size):
+        limits.append(memory)
+        for _ in range(4):
+            seconds_per_step({"batch_size": 1})
+        raise UserError("seen")
+
+    def measure(set_up, idx, micro_steps, limit, slowest):
+        limits.append(limit)
+        return 0.5, 0.0
+
+    monkeypatch.setattr("gptling.measure.seconds_of_step", measure)
+    monkeypatch.setattr("gptling.measure.plan", look)
+    monkeypatch.setattr("gptling.measure.free_memory", lambda device: 1000)
+    flags = [*FLAGS, f"--minutes={minutes}"]
+    process = run_here("train.py", *flags, cwd=start_of(trained, tmp_path))
+    assert process.returncode == 1 and b"seen" in process.stderr
+    memory, *limits = limits
+    assert memory == 800 and sum(limits) == pytest.approx(seconds)
+
+
+def test_the_process_with_the_least_memory_decides(trained, tmp_path, train_here, monkeypatch):
+    """Another one has 500 bytes."""
+
+    def look(kept, text, seconds_left, seconds_per_step, memory, world_size):
+        raise UserError(f"{memory} bytes")
+
+    monkeypatch.setattr("gptling.processes.Processes.all_reduce_max", lambda _, n: max(n, -500))
+    monkeypatch.setattr("gptling.measure.free_memory", lambda device: 1000)
+    monkeypatch.setattr("gptling.measure.plan", look)
+    process = run_here("train.py", *FLAGS, "--minutes=1", cwd=start_of(trained, tmp_path))
+    assert b"400.0 bytes" in process.stderr
+
+
+def test_the_line_of_a_plan_counts_all_micro_batches(trained, tmp_path, train_here, monkeypatch):
+    def stop(config, *more, **others):
+        raise UserError(f"dropout {config.dropout}")
+
+    fields = {"n_layer": 1, "n_embd": 32, "block_size": 8, "batch_size": 5, "max_iters": 1000}
+    fields |= {"gradient_accumulation_steps": 3, "dropout": 0.25}
+    monkeypatch.setattr("gptling.measure.plan", lambda *_: fields)
+    monkeypatch.setattr("train.set_up", stop)
+    process = run_here("train.py", *FLAGS, "--minutes=1", cwd=start_of(trained, tmp_path))
+    assert b"dropout 0.25" in process.stderr
+    meta = json.loads((trained / "data/mine/meta.json").read_text())
+    epochs = 1000 * 3 * 5 * 8 / meta["train"]["tokens"]
+    says = f"sequences of 8, 15 at a time, 1,000 steps ({epochs:.1f} epochs), dropout 0.25"
+    assert f"1 min here: 1 layers of 32, {says}" in process.stdout.decode()
+
+
+def test_the_quick_start_is_as_its_preset_says(trained, tmp_path, train_here, monkeypatch):
+    """And not planned, though no flag says how long."""
+
+    def stop(config, *more, **others):
+        raise UserError(f"{config.n_embd} {config.max_iters} {config.learning_rate}")
+
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/quickstart").symlink_to(trained / "data/mine")
+    monkeypatch.setattr("train.set_up", stop)
+    process = run_here("train.py", cwd=tmp_path)
+    says = tomllib.loads((ROOT / "config/quickstart.toml").read_text())
+    expected = f"{says['n_embd']} {says['max_iters']} {says['learning_rate']}"
+    assert process.stderr.decode() == f"train.py: error: {expected}\n" and not process.stdout
 
 
 def test_a_planned_run_that_was_killed_goes_on_with_its_plan(trained, tmp_path):
@@ -674,6 +760,8 @@ def chinese(n_characters):
     [
         (words(1000), "char", (20, 30)),
         (words(30_000), "char", (27, 30)),
+        (words(49_999), "char", (27, 30)),
+        (words(50_000), "bpe", (512, 512)),
         (words(100_000), "bpe", (512, 512)),
         (words(400_000), "bpe", (512, 512)),
         (words(10_000_000), "bpe", (4096, 4096)),
@@ -683,7 +771,8 @@ def chinese(n_characters):
         (" ".join(map(str, range(10**5, 3 * 10**5))), "bpe", (1024, 1024)),
     ],
     ids=[
-        *("1 kB", "30 kB", "100 kB", "400 kB", "10 MB", "one character", "no spaces"),
+        *("1 kB", "30 kB", "49,999 bytes", "50 kB", "100 kB", "400 kB", "10 MB"),
+        *("one character", "no spaces"),
         *("many characters", "a thousand pieces"),
     ],
 )
@@ -691,6 +780,12 @@ def test_the_text_decides_what_its_tokens_are(text, name, size):
     tokenizer = build_tokenizer("auto", [text])
     assert tokenizer.name == name and size[0] <= tokenizer.n_vocab <= size[1]
     assert tokenizer.decode(tokenizer.encode(text[:1000])) == text[:1000]
+
+
+def test_a_bpe_of_a_text_of_any_size_has_32768_tokens_at_most():
+    sizes = [bpe_size(n, 0) for n in (49_999, 50_000, 10**6, 20 * 10**6, 10**9, 10**10, 10**12)]
+    assert sizes == [0, 512, 2048, 4096, 16_384, 32_768, 32_768]
+    assert bpe_size(10**9, 60_000) == 32_768
 
 
 def test_bytes_that_are_no_text_are_one_line_whatever_the_tokenizer(tmp_path):

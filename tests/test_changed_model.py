@@ -542,7 +542,7 @@ def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(trained, t
     said = output_of(*resume, "--max_iters=32", "--z_loss=0.1", cwd=tmp_path)
     assert "z_loss: 0.1 from now on; it was 0.001" in said
     process = run_script(*resume, "--max_iters=40", "--n_head=4", cwd=tmp_path)
-    assert process.returncode == 1 and b"n_head=4, where it has 2" in process.stderr
+    assert process.returncode == 1 and b"--n_head=4: the run has 2" in process.stderr
     config = json.loads((tmp_path / "out/mine/checkpoint-32/config.json").read_text())
     assert config["model_type"] == "gpt2" and config["z_loss"] == 0.1
     load(GPT, tmp_path / "out/mine/checkpoint-32")

@@ -1,5 +1,6 @@
 """Flags, presets and the errors of both."""
 
+import dataclasses
 import re
 import signal
 from dataclasses import dataclass, fields
@@ -59,6 +60,23 @@ def test_a_value_that_is_derived_from_others_is_derived_at_last(tmp_path, empty)
     (tmp_path / "small.toml").write_text("n_head = 8")
     assert load(Derived, "", ["--n_head=4"])[0] == Derived(4, 4)
     assert load(Derived, "", [str(tmp_path / "small.toml")], empty)[0] == Derived(8, 8)
+
+
+@dataclass
+class Various:
+    windows: tuple[int, ...] = (8, 16)
+    lengths: list[int] = dataclasses.field(default_factory=lambda: [1])
+    cap: float | None = None
+
+
+def test_a_field_may_be_a_list_or_nothing_in_presets_too(tmp_path, empty):
+    (tmp_path / "various.toml").write_text("windows = [4]\nlengths = [2, 3]\ncap = 1.5")
+    assert load(Various, "", [], empty)[0] == Various()
+    expected = Various((4,), [2, 3], 1.5)
+    assert load(Various, "", [str(tmp_path / "various.toml")], empty)[0] == expected
+    (tmp_path / "various.toml").write_text('cap = "much"')
+    with pytest.raises(UserError, match="cap = 'much': expected"):
+        load(Various, "", [str(tmp_path / "various.toml")], empty)
 
 
 def test_what_is_derived_comes_with_the_value_before_but_for_flags(tmp_path, empty):

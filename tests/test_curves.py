@@ -6,8 +6,11 @@ import shutil
 
 import pytest
 
-from gptling.report import draw_curves
-from tests.conftest import TINY, output_of, run_script
+from gptling.checkpoints import Progress
+from gptling.report import Report, draw_curves
+from model import GPT, GPTConfig
+from tests.conftest import TINY, one_process, output_of, run_script
+from train import TrainConfig
 
 
 @pytest.fixture
@@ -81,3 +84,35 @@ def test_what_is_not_installed_is_left_out_or_named(here, package):
         output_of("train.py", *flags, cwd=here, PYTHONPATH=path)
         missing = {"tensorboard": "tensorboard", "matplotlib": "loss.png"}[package]
         assert not (here / "out" / "mine" / missing).exists()
+
+
+def test_what_a_line_says_of_time_is_of_the_steps_since_the_last_one(tmp_path, capsys, monkeypatch):
+    """Five at first, of a run that was stopped between two lines."""
+    clock = [1000.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    sizes = {"batch_size": 4, "gradient_accumulation_steps": 2, "block_size": 16}
+    config = TrainConfig(**sizes, max_iters=107, out_dir=str(tmp_path), curves=False)
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    report = Report(config, one_process(), Progress(step=95), model, 1000, "float32")
+    for step in (100, 107):
+        clock[0] += 10.0
+        report.training(step, {"loss": 2.0}, {"lr": 1e-3, "norm": 1.0})
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [entry["ms"] for entry in log] == pytest.approx([10_000 / 5, 10_000 / 7])
+    assert [entry["tokens_per_s"] for entry in log] == pytest.approx([64, 128 * 0.7])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert lines[0].endswith("2000 ms, 64 tokens/s, 14 s left")
+    assert lines[1].endswith("1429 ms, 90 tokens/s, 0 s left")
+    for best in (True, False):
+        report.evaluation(dict(step=1, train_loss=2.0, val_loss=1, bits_per_byte=1), ["a"], best)
+        assert (" (best)\n" in capsys.readouterr().out) == best
+
+
+def test_a_run_that_is_stopped_in_its_last_step_is_not_to_be_resumed(tmp_path, capsys):
+    """train.py would refuse that."""
+    config = TrainConfig(max_iters=20, out_dir=str(tmp_path), curves=False)
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    for step, words in ((19, "stopped at step 19; next: python train.py"), (20, "sample.py")):
+        Report(config, one_process(), Progress(), model, 1, "float32").close(step, stopped=True)
+        said = capsys.readouterr().out.splitlines()[-1]
+        assert words in said and ("--resume" in said) == (step == 19)

@@ -187,6 +187,9 @@ def test_what_others_have_put_into_a_run_is_no_hindrance(here):
     run = here / "out/mine"
     (run / "checkpoint-22").mkdir()
     (run / "checkpoint-22" / "config.json").write_text("{}")
+    (run / "damaged-checkpoint-22").mkdir()  # of an earlier time
+    (run / "damaged-checkpoint-22" / "older").touch()
+    shutil.copytree(run / "checkpoint-20", run / "checkpoint-best")
     with (run / "log.jsonl").open("a") as file:
         file.write('\n{"note": "mine"}\n[1]\n{"step": 20, "cut')
     output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=22", cwd=here)

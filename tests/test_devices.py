@@ -154,3 +154,5 @@ def test_memory_is_what_a_container_may_have(most, free, tmp_path, monkeypatch):
     (tmp_path / "memory.stat").write_text("anon 700000000\ninactive_file 200000000\nfile 1\n")
     monkeypatch.setattr("gptling.devices.CGROUP", tmp_path)
     assert free_memory("cpu") == pytest.approx(free or of_the_machine, rel=0.1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_memory("cpu") == pytest.approx((free or of_the_machine) / 4, rel=0.1)

@@ -15,6 +15,7 @@ from gptling.cli import UserError
 from gptling.corpus import documents, embedded_corpus, find_sources
 from gptling.shards import (
     VALIDATION,
+    TokenFile,
     TokenShards,
     encode_on_all_cores,
     training_part,
@@ -126,8 +127,10 @@ def test_folders_and_jsonl_give_documents(tmp_path):
     (notes / "a.txt").write_text("first\n")
     (notes / "picture.png").write_bytes(b"\x89PNG\0\0")
     (notes / ".hidden").write_text("hidden")
+    (notes / ".git").mkdir()
+    (notes / ".git" / "config").write_text("hidden")
     lines = "".join(json.dumps({"text": f"document {i} é", "id": i}) + "\n\n" for i in range(50))
-    (tmp_path / "chat.jsonl").write_text(lines)
+    (tmp_path / "chat.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
     (tmp_path / "more.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     arguments = ["notes", "chat.jsonl", "more.jsonl.gz", "--name", "all"]
     assert "picture.png" in run_prepare(*arguments, cwd=tmp_path)
@@ -311,6 +314,16 @@ def test_a_long_text_is_read_bit_by_bit(tmp_path, monkeypatch):
     assert sum(read) <= 1000
 
 
+def test_a_text_without_a_word_is_read_bit_by_bit_too(tmp_path, monkeypatch):
+    """Where no cut is a good one, as in Chinese without white space."""
+    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 100)
+    text = "0123456789" * 1000
+    (tmp_path / "a.txt").write_text(text)
+    ((_, pieces),) = documents(tmp_path / "a.txt")
+    pieces = list(pieces)
+    assert "".join(pieces) == text and max(map(len, pieces)) <= 17 * 100
+
+
 def test_texts_encoded_on_all_cores_keep_their_order_whatever_their_length(monkeypatch):
     monkeypatch.setattr(shards, "GROUP", 64)
     monkeypatch.setattr(shards, "UNDER_WAY", 128)
@@ -321,7 +334,8 @@ def test_texts_encoded_on_all_cores_keep_their_order_whatever_their_length(monke
     assert [tokenizer.decode(ids.tolist()) for _, ids in encoded] == texts
 
 
-def test_a_bounded_amount_of_text_is_under_way(monkeypatch):
+@pytest.mark.parametrize("text", ["some text " * 10, ""], ids=["texts", "empty ones"])
+def test_a_bounded_amount_of_text_is_under_way(monkeypatch, text):
     monkeypatch.setattr(shards, "GROUP", 100)
     monkeypatch.setattr(shards, "UNDER_WAY", 1000)
     taken = []
@@ -329,11 +343,11 @@ def test_a_bounded_amount_of_text_is_under_way(monkeypatch):
     def texts():
         for i in range(10_000):
             taken.append(i)
-            yield i, "some text " * 10
+            yield i, text
 
     encoded = encode_on_all_cores(build_tokenizer("byte"), texts())
     ahead = [len(taken) - key for key, _ in encoded]
-    assert max(ahead) < 16 * 1000 // 100 + 2  # of 16 threads at most
+    assert max(ahead) < 16 * 1000 // (len(text) + 50) + 2  # of 16 threads at most
 
 
 def test_an_error_among_texts_being_encoded_reaches_the_reader():
@@ -353,6 +367,15 @@ def test_files_in_a_folder_are_recognised_wherever_a_character_is_cut(tmp_path):
             content = mark + b"x" * shift + "🙂".encode() * 4000
             (tmp_path / f"{shift}{len(mark)}.txt").write_bytes(content)
     assert len(find_sources([str(tmp_path)], tmp_path)) == 8
+
+
+def test_a_token_file_is_on_the_disk_when_it_is_saved(tmp_path, monkeypatch):
+    """progress.json counts on it."""
+    file, there = TokenFile(tmp_path / "a.npy", np.dtype("uint16")), []
+    file.write(np.arange(3))
+    monkeypatch.setattr("os.fsync", lambda _: there.extend(np.load(tmp_path / "a.npy")))
+    file.save()
+    assert there == [0, 1, 2]
 
 
 @pytest.mark.parametrize("n_vocab, dtype", [(65_536, np.uint16), (65_537, np.uint32)])

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from gptling.checkpoints import list_checkpoints, step_of
 from gptling.dataset import micro_batches
+from gptling.processes import Processes, StopSignals
 from tests.conftest import ROOT, TINY, run_script
 from train import TrainConfig
 
@@ -127,6 +128,20 @@ def largest_difference(a, b):
 def test_processes_share_a_step_in_micro_batches(batch, accumulation, processes, expected):
     config = TrainConfig(batch_size=batch, gradient_accumulation_steps=accumulation)
     assert micro_batches(config, processes) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_single_process_at_once(number, monkeypatch):
+    """Of several none: torchrun passes on what they got already."""
+    handlers = {}
+    monkeypatch.setattr("signal.signal", handlers.__setitem__)
+    for processes in (1, 2):
+        one = Processes()
+        one.world_size = processes
+        signals = StopSignals(one)
+        handlers[number](number, None)
+        assert signals.number == number
+        assert (handlers[number] == signal.SIG_DFL) == (processes == 1)
 
 
 def test_two_processes_give_the_weights_of_one(here):

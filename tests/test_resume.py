@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -18,9 +18,13 @@ from safetensors.torch import load_file
 
 from gptling.checkpoints import (
     RunDirectory,
+    best_checkpoint,
     cut_log,
+    delete,
     list_checkpoints,
     load_training_state,
+    read_metrics,
+    resumed_config,
     step_of,
 )
 from gptling.cli import UserError
@@ -28,7 +32,7 @@ from gptling.files import lock_directory
 from gptling.optim import full_state, load_state
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, one_process, output_of, run_script
-from train import TrainConfig, configure_optimizers
+from train import FIXED, TrainConfig, configure_optimizers
 
 # train.py, in which the second evaluation crashes.
 CRASHES = """
@@ -206,6 +210,29 @@ def test_explicit_flags_override_the_checkpoint_and_are_printed(finished):
     assert (state["config"]["learning_rate"], state["config"]["n_embd"]) == (5e-3, 16)
 
 
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("batch_size", 6),
+        ("gradient_accumulation_steps", 2),
+        ("optimizer", "muon"),
+        ("seed", 1),
+        ("init_from", "out/other"),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused(flag, value):
+    saved = asdict(TrainConfig())
+    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; leave"):
+        resumed_config(TrainConfig(), saved, {flag: value}, FIXED)
+
+
+def test_flags_of_one_start_are_not_those_of_the_next():
+    """Data that were allowed to have changed once are not from then on."""
+    allowed = {"allow_changed_data": True, "allow_changed_model": True}
+    saved = asdict(TrainConfig()) | allowed | {"overwrite": True, "minutes": 2.0}
+    assert resumed_config(TrainConfig(), saved, {}, FIXED) == TrainConfig()
+
+
 def test_changed_data_is_refused_unless_allowed(finished):
     meta = finished / "data" / "mine" / "meta.json"
     meta.write_text(re.sub('"sha256": "..', '"sha256": "00', meta.read_text()))
@@ -262,6 +289,22 @@ def test_what_a_run_goes_on_from_stays_until_there_is_more(finished, monkeypatch
         "checkpoint-20",
     ]
     assert run.newest_state()[0].name == "checkpoint-20"
+
+
+def test_a_checkpoint_is_away_before_its_files_are_deleted(finished, monkeypatch):
+    """A crash in between leaves no half of one that counts."""
+    left, run = [], finished / "out" / "mine"
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: left.extend(list_checkpoints(run)))
+    delete(run / "checkpoint-10")
+    assert [path.name for path in left] == ["checkpoint-20"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"val_loss": null}', '{"val_loss": "low"}'])
+def test_metrics_that_are_damaged_say_nothing(finished, content):
+    run = finished / "out" / "mine"
+    (run / "checkpoint-20" / "metrics.json").write_text(content)
+    assert read_metrics(run / "checkpoint-20") == {}
+    assert best_checkpoint(run).name == "checkpoint-10"
 
 
 def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):
@@ -357,9 +400,10 @@ def test_states_go_by_names_whatever_the_groups_and_their_order(by_position):
 
 def test_a_log_that_a_crash_cut_off_goes_on_whole(tmp_path):
     file = tmp_path / "log.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2, "loss": NaN}\n{"step": 3}\n{"step": 2, "lo')
-    cut_log(file, 2)
-    assert file.read_text() == '{"step": 1}\n{"step": 2, "loss": NaN}\n'
+    for cut in ('{"step": 2, "lo', '{"step": 2}'):  # the latter in front of its line break
+        file.write_text('{"step": 1}\n{"step": 2, "loss": NaN}\n{"step": 3}\n' + cut)
+        cut_log(file, 2)
+        assert file.read_text() == '{"step": 1}\n{"step": 2, "loss": NaN}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
 
 
@@ -378,6 +422,14 @@ def test_two_trainings_in_one_folder_are_refused_and_a_crash_leaves_no_lock(here
         process.kill()
         process.communicate()
     lock_directory(here / "out" / "run").release()
+
+
+def test_a_run_that_another_training_has_ended_meanwhile_is_not_overwritten(finished):
+    """It was not there when the flags were read."""
+    run = RunDirectory(finished / "out" / "mine", one_process())
+    with pytest.raises(UserError, match="holds a run"):
+        run.start(0, overwrite=False)
+    run.lock.release()
 
 
 def test_a_lock_is_for_one(tmp_path):

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 import shutil
 import weakref
 
@@ -40,6 +41,17 @@ def test_newest_run_and_named_checkpoints_give_the_same_text(trained, tmp_path):
         for arguments in ([], ["out/mine"], ["out/mine/checkpoint-20"])
     ]
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) >= 50
+
+
+def test_the_newest_run_is_the_one_that_has_changed_last(trained, tmp_path, monkeypatch):
+    """Whatever its name."""
+    monkeypatch.chdir(tmp_path)
+    for i, name in enumerate("bca"):
+        shutil.copytree(trained / "out/mine", tmp_path / "out" / name)
+        os.utime(tmp_path / "out" / name, (1e9 + i, 1e9 + i))
+    assert find_checkpoint("").parts[-2] == "a"
+    os.utime(tmp_path / "out/b", (2e9, 2e9))
+    assert find_checkpoint("").parts[-2] == "b"
 
 
 def test_the_best_checkpoint_of_a_run_is_taken(tmp_path):
@@ -407,6 +419,17 @@ def test_layers_that_are_not_understood_stay_as_they_are():
     model = random_model(GPT, n_embd=256)
     model.lm_head = Doubled(256, 97)
     assert type(check_speed_up(model, False).lm_head) is Doubled
+
+
+def test_faster_layers_whose_logits_are_no_numbers_are_left_out(monkeypatch, capsys):
+    forward = decoding.OneDNNLinear.forward
+    monkeypatch.setattr(decoding.OneDNNLinear, "forward", lambda *a: forward(*a) * math.nan)
+    monkeypatch.setattr(decoding, "has_fast_matmul", lambda dtype: True)
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    model, idx = random_model(GPT, n_embd=256), torch.randint(97, (1, 8))
+    expected = torch.cat(list(model.generate(idx, 5, temperature=0.0)))
+    assert torch.equal(torch.cat(list(speed_up(model).generate(idx, 5, temperature=0.0))), expected)
+    assert "the faster layers give other logits, by inf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("length", [1, 8, 40])

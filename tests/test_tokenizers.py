@@ -118,6 +118,7 @@ def test_a_bpe_of_ones_own_agrees_everywhere_and_with_its_trainer(tmp_path):
     texts = [SAMPLES, *embedded_corpus().values()]
     tokenizer = build_tokenizer("bpe", texts, 1000)
     assert tokenizer.n_vocab == 1000 and tokenizer.eot_token == 999
+    assert build_tokenizer("bpe", texts).n_vocab == 4096
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(texts), 999, pattern=BPE_PATTERN)
     fuzzed = random_texts(2500, unicode_alphabet()) + random_texts(2500, texts[1] + SAMPLES, seed=1)
@@ -249,8 +250,9 @@ def test_an_unknown_character_is_named_with_its_place():
 
 
 def test_empty_prompt_starts_from_end_of_text_or_a_newline():
-    for alphabet, end_of_text, first in (("ab\n", True, 3), ("ab\n", False, 0), ("ab", False, 0)):
+    for alphabet, end_of_text, first in (("ab\n", True, 3), ("\tab\n", False, 1), ("ab", False, 0)):
         assert start_token(build_tokenizer("char", [alphabet], 0, end_of_text)) == first
+    assert start_token(build_tokenizer("byte", end_of_text=False)) == ord("\n")
 
 
 def test_merges_in_another_order_than_their_ids_are_refused(tmp_path):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
 
 from gptling import checkpoints
 from gptling.checkpoints import Progress, RunDirectory, list_checkpoints
@@ -79,8 +80,10 @@ def test_a_batch_is_a_function_of_seed_and_step():
     shards, config = [np.arange(5000)], TrainConfig(block_size=16, batch_size=8)
     later = get_sequences(shards, config, 1000)
     assert torch.equal(get_sequences(shards, config, 1000), later)
-    other = get_sequences(shards, dataclasses.replace(config, seed=1), 1000)[0]
-    assert not torch.equal(other, later)
+    other = get_sequences(shards, dataclasses.replace(config, seed=1), 1000)
+    starts, others = later[:, 0], other[:, 0]
+    assert not torch.equal(starts // 16, others // 16)  # another order
+    assert starts[0] % 16 != others[0] % 16  # and other cuts
 
 
 def test_processes_and_accumulation_share_the_same_sequences():
@@ -239,6 +242,13 @@ def test_muon_in_float32_makes_singular_values_equal_within_its_bounds():
     assert 0.65 < values.min() and values.max() < 1.2
 
 
+def test_muon_lets_a_matrix_whose_gradient_is_zero_decay_alone():
+    matrix = torch.nn.Parameter(torch.ones(4, 8))
+    matrix.grad = torch.zeros(4, 8)
+    Muon([matrix], torch.float32, lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(matrix, torch.full((4, 8), 0.95))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 64)])
 def test_muon_keeps_its_bounds_where_a_gradient_has_few_directions(shape, dtype):
@@ -318,6 +328,32 @@ def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
     assert bits == pytest.approx(total / math.log(2) / n_bytes, abs=1e-5)
 
 
+def test_a_split_has_one_token_more_than_a_sequence_at_least(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
+    for train, val in ((17, 17), (16, 17), (17, 16)):
+        write_data(tmp_path / f"data/{train}-{val}", [1] * train, [1] * val, tokenizer)
+    assert Dataset("17-17", 16).longest == 16
+    for name, split in (("16-17", "train"), ("17-16", "val")):
+        with pytest.raises(UserError, match=f"the {split} split has 16 tokens, .* is 17"):
+            Dataset(name, 16)
+
+
+def test_shards_are_in_the_order_of_their_names_whatever_the_file_system_says(
+    tmp_path, monkeypatch
+):
+    """As a batch is a function of seed and step alone."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer, glob = build_tokenizer("char", ["ab"], end_of_text=False), type(tmp_path).glob
+    write_data(tmp_path / "data/mine", [1] * 50, [1] * 50, tokenizer)
+    for n in (1, 2):
+        np.save(tmp_path / f"data/mine/train-{n:05}.npy", np.ones(50 + n, dtype=np.uint16))
+    for order in (1, -1):
+        listed = lambda *arguments, order=order: sorted(glob(*arguments))[::order]  # noqa: E731
+        monkeypatch.setattr(type(tmp_path), "glob", listed)
+        assert [len(shard) for shard in Dataset("mine", 16).train] == [50, 51, 52]
+
+
 def test_a_few_sequences_of_a_long_split_are_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
@@ -355,6 +391,14 @@ def test_the_best_and_the_last_checkpoints_stay(tmp_path):
     assert [path.name for path in list_checkpoints(tmp_path)] == [
         "checkpoint-10", "checkpoint-20", "checkpoint-25",
     ]  # fmt: skip
+
+
+def test_why_checkpoints_are_no_gpt2s_is_said_once(tmp_path, capsys):
+    run = RunDirectory(tmp_path, one_process())
+    for why in ("", "no biases", "no biases", "", "other norms"):
+        run.print_new_reason(why)
+    said = [line.rpartition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["no biases", "other norms"]
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
@@ -481,6 +525,33 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_before_it_is_saved(
     assert list_checkpoints(tmp_path / "out" / "mine") == []
 
 
+def test_a_model_that_writes_no_text_is_trained_and_saved(
+    trained, tmp_path, monkeypatch, train_here
+):
+    def fail(*_, **__):
+        raise RuntimeError("size of tensor a (62)\nmust match")
+
+    copy_data(trained, tmp_path)
+    monkeypatch.setattr("model.GPT.generate", fail)
+    process = run_here("train.py", "--dataset=mine", *TINY, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr.decode()
+    assert process.stdout.count(b"no text: size of tensor a (62) must match") == 2
+    assert (tmp_path / "out" / "mine" / "checkpoint-20").is_dir()
+
+
+@pytest.mark.parametrize("name", ["step", "norm", "lr", "val_loss"])
+def test_a_term_of_the_name_of_another_number_is_an_error(
+    name, trained, tmp_path, monkeypatch, train_here
+):
+    def objective_and_parts(output):
+        return output[1], {"loss": output[1], name: output[1].detach()}
+
+    copy_data(trained, tmp_path)
+    monkeypatch.setattr("train.objective_and_parts", objective_and_parts)
+    process = run_here("train.py", "--dataset=mine", *TINY, "--log_interval=1", cwd=tmp_path)
+    assert process.returncode == 1 and f"a term {name}, and".encode() in process.stderr
+
+
 def test_a_step_behind_an_overflow_has_its_own_gradients_alone(
     trained, tmp_path, monkeypatch, train_here
 ):
@@ -506,8 +577,8 @@ def test_a_step_behind_an_overflow_has_its_own_gradients_alone(
 def test_a_resumed_run_keeps_its_sizes(trained):
     arguments = ["--out_dir=out/mine", "--resume=True"]
     for flag, named in (
-        ("--n_layer=5", "n_layer=5, where it has 2"),
-        ("--n_head=4", "n_head=4, where it has 2"),  # of the same shapes
+        ("--n_layer=5", "--n_layer=5: the run has 2"),
+        ("--n_head=4", "--n_head=4: the run has 2"),  # of the same shapes
         ("--block_size=8", "--block_size=8"),
     ):
         process = run_script("train.py", *arguments, "--max_iters=30", flag, cwd=trained)
@@ -530,10 +601,12 @@ def test_overwriting_deletes_the_run_and_nothing_else(trained, tmp_path):
     run = tmp_path / "out" / "mine"
     shutil.copytree(trained / "out" / "mine", run)
     (run / "notes.txt").write_text("mine")
+    (run / "loss.png").write_text("of the old run")
     arguments = ["--overwrite", "--max_iters=3"]
     output_of("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-3"]
     assert (run / "notes.txt").exists() and read_log(run)[-1]["step"] == 3
+    assert not (run / "loss.png").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(trained, tmp_path):
@@ -542,6 +615,17 @@ def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(trained, tmp_path):
     process = run_script("train.py", "--dataset=mine", *TINY, *arguments, cwd=tmp_path)
     error = process.stderr.decode()
     assert process.returncode == 1 and "--learning_rate" in error and error.count("\n") == 1
+    assert list_checkpoints(tmp_path / "out" / "mine") == []
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_it_is_applied(
+    trained, tmp_path, monkeypatch, train_here
+):
+    copy_data(trained, tmp_path)
+    norm = "torch.nn.utils.clip_grad_norm_"
+    monkeypatch.setattr(norm, lambda *_: torch.tensor(math.inf))
+    process = run_here("train.py", "--dataset=mine", *TINY, "--max_iters=1", cwd=tmp_path)
+    assert process.returncode == 1 and b"gradient's norm is inf at step 1" in process.stderr
     assert list_checkpoints(tmp_path / "out" / "mine") == []
 
 
@@ -592,6 +676,38 @@ def test_an_overflow_in_one_optimizer_alone_skips_both(
     assert any(not torch.equal(usual[name], start[name]) for name in start)
 
 
+def test_a_seed_decides_initialisation_dropout_and_samples(
+    trained, tmp_path, monkeypatch, train_here
+):
+    """What one seed draws random numbers from, another one does not."""
+    copy_data(trained, tmp_path)
+    drawn, seed = [], torch.manual_seed
+    monkeypatch.setattr("torch.manual_seed", lambda n: drawn[-1].add(n) or seed(n))
+    monkeypatch.setattr("train.sample_lines", lambda m, t, n, p: drawn[-1].add(("sample", n)) or [])
+    for n in (1, 5):
+        drawn.append(set())
+        flags = [*TINY, "--dataset=mine", f"--seed={n}", f"--out_dir={n}"]
+        assert run_here("train.py", *flags, cwd=tmp_path).returncode == 0
+    assert drawn[0] & drawn[1] == {0}  # of comparing two ways to the loss
+    assert len(drawn[0]) == len(drawn[1]) == 2 + 20 + 2
+
+
+@pytest.mark.parametrize(
+    "dtype, its", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")]
+)
+def test_muon_computes_in_bfloat16_where_matmuls_do(
+    dtype, its, trained, tmp_path, monkeypatch, train_here
+):
+    def tell(groups, dtype, **options):
+        raise UserError(f"in {dtype}")
+
+    copy_data(trained, tmp_path)
+    monkeypatch.setattr("train.Muon", tell)
+    flags = ["--dataset=mine", *TINY, "--optimizer=muon", f"--dtype={dtype}"]
+    process = run_here("train.py", *flags, cwd=tmp_path)
+    assert f"in torch.{its}\n" in process.stderr.decode()
+
+
 def test_every_step_and_micro_batch_drops_other_places(trained, tmp_path):
     """One sequence, always the same, and weights that stay: only dropout makes losses differ."""
     shutil.copytree(trained / "data", tmp_path / "data")
@@ -619,12 +735,40 @@ def test_deterministic_algorithms_change_no_result_on_a_cpu(trained, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_deterministic_algorithms_are_on_until_the_end(trained, tmp_path, monkeypatch, train_here):
+    """Also after the sample of the first evaluation, which is drawn without them."""
+    copy_data(trained, tmp_path)
+    seen, are_on = [], torch.are_deterministic_algorithms_enabled
+    monkeypatch.setattr("train.evaluate", lambda *_: seen.append(are_on()) or (2.0, 3.0))
+    process = run_here("train.py", "--dataset=mine", *TINY, "--deterministic", cwd=tmp_path)
+    torch.use_deterministic_algorithms(False)
+    assert process.returncode == 0 and seen == [True, True], process.stderr
+
+
 def test_recomputing_activations_changes_no_result(trained, tmp_path):
     copy_data(trained, tmp_path)
     output_of("train.py", "--dataset=mine", *TINY, "--recompute", cwd=tmp_path)
     a, b = (weights(directory / "out" / "mine", 20) for directory in (trained, tmp_path))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+def test_activations_are_recomputed_where_that_is_asked_for(
+    trained, tmp_path, monkeypatch, train_here
+):
+    copy_data(trained, tmp_path)
+    blocks, recomputed = [], checkpoint
+
+    def watched(*arguments, **options):
+        blocks.append(arguments)
+        return recomputed(*arguments, **options)
+
+    monkeypatch.setattr("gptling.processes.checkpoint", watched)
+    for flags, n_blocks in ((["--recompute"], 2), ([], 0)):
+        blocks.clear()
+        flags = [*TINY, *flags, "--max_iters=1", "--dataset=mine", "--overwrite"]
+        assert run_here("train.py", *flags, cwd=tmp_path).returncode == 0
+        assert bool(blocks) == bool(n_blocks)
 
 
 @pytest.mark.slow
@@ -720,6 +864,12 @@ def test_eval_only_without_a_model_or_with_a_contradiction_is_refused(trained, f
     process = run_script("train.py", *flags, "--dataset=mine", cwd=trained)
     assert process.returncode in (1, 2) and words in process.stderr.decode()
     assert list_checkpoints(trained / "out" / "mine")
+
+
+def test_eval_only_does_not_prepare_the_quick_starts_text(trained, tmp_path):
+    process = run_here("train.py", "--eval_only", f"--init_from={trained}/out/mine", cwd=tmp_path)
+    assert process.returncode == 1 and b"quickstart is not there" in process.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_quick_start_prepares_its_corpus(tmp_path):

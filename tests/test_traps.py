@@ -1,11 +1,12 @@
 """Edits of model.py that code beside it could get wrong in silence: it is right, or says so."""
 
+import tomllib
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from gptling.checkpoints import check_masks, resumed_config
+from gptling.checkpoints import as_preset, check_masks, resumed_config
 from gptling.cli import UserError
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
@@ -137,10 +138,13 @@ def test_a_weight_that_faster_layers_do_not_have_is_told_and_the_text_is_drawn(c
 # ---------------------------------------------------------------------------- the loss
 
 
-@pytest.mark.parametrize("third", ["losses.mean()", "0.5", '{"balance": 0.5}'])
+@pytest.mark.parametrize(
+    "third",
+    ["losses.mean()", "0.5", '{"balance": 0.5}', '{"z": losses}', '{"loss": losses.mean()}'],
+)
 def test_a_third_value_that_is_no_dict_of_scalars_is_an_error(third):
     model = random_model(edited_module((SUMMED, f"{SUMMED}, {third}")))
-    with pytest.raises(UserError, match=r"third value, .*: give a dict, \{name: scalar tensor\}"):
+    with pytest.raises(UserError, match=r"third value, .*: give \{name: scalar tensor\}"):
         use_loss_in_pieces(model)
 
 
@@ -307,6 +311,8 @@ def test_a_field_may_have_any_type():
     for saved in ({}, {"window": 8, "sizes": (3,)}):
         saved = vars(Config()) | saved
         assert vars(resumed_config(Config(), saved, {}, [])) == saved
+        preset = tomllib.loads(as_preset(Config(**saved)))  # which has no word for None
+        assert preset.get("window") == saved["window"] and preset["sizes"] == [*saved["sizes"]]
 
 
 def test_many_shared_blocks_are_loaded(tmp_path):
