@@ -39,7 +39,7 @@ from gptling.tokenizers import check_vocab_size, load_tokenizer, tokenizer_to_js
 class PrepareConfig:
     # files, folders, hf:NAME:CONFIG:SPLIT; shakespeare; or nothing
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    tokenizer: str = "auto"  # or char, byte, bpe, one of tiktoken's such as gpt2, a run's
+    tokenizer: str = "auto"  # by the text; or char, byte, bpe, one of tiktoken's (gpt2), a run's
     vocab_size: int = 0  # of a bpe, end-of-text among them; 0 for 4096, or as auto chooses
     name: str = ""  # the directory under data/; otherwise called after the first source
     overwrite: bool = False  # replace data/NAME if it is there

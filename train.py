@@ -232,6 +232,7 @@ def main():
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
     batches = itertools.chain([next(batches)], batches)  # bad data shows before anything is written
     run_directory.start(progress.step, config.overwrite)
+    signals, stopped = StopSignals(processes), 0
     report = Report(config, processes, progress, model, data.n_tokens, dtype)
 
     def save(metrics):  # called by all processes: each gives its shards, the first one writes
@@ -241,7 +242,6 @@ def main():
         run_directory.save(metrics, model, full_model, optimizers, scaler, progress, config, data)
 
     # ------------------------------------------------------------ loop
-    signals, stopped = StopSignals(processes), 0
     loss_sum = torch.tensor(progress.loss_sum, device=device)  # since the last evaluation
     for step in range(progress.step, config.max_iters):
         lr = learning_rate(step, config)

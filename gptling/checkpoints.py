@@ -172,7 +172,7 @@ class RunDirectory:
                 print(error, file=sys.stderr)
         step = self.processes.all_reduce_max(step_of(found[0]) if found else 0)
         if step == 0:
-            way_out = "give the --out_dir of a run, or start anew with --overwrite=True"
+            way_out = "give the --out_dir of a run, or start anew without --resume"
             raise UserError(f"{self.path}: no whole checkpoint to go on from; {way_out}")
         newest = self.path / f"checkpoint-{step}"
         return found or (newest, load_training_state(newest))

@@ -143,7 +143,7 @@ def _download(name, directory):
         with urllib.request.urlopen(address, timeout=30) as response:
             content = response.read()
     except OSError as error:
-        words = f"save it as {file.name} and run: python prepare.py {file.name}"
+        words = f"save it as {file.name}, and give {file.name} instead of {name}"
         raise UserError(f"{name}: cannot download {address} ({error}): {words}") from None
     if hashlib.sha256(content).hexdigest() != expected:
         raise UserError(f"{name}: what {address} gave has another sha256 than {expected}")

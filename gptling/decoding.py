@@ -220,5 +220,6 @@ class Compiled:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"--compile: {reason}; leave it out, or install a compiler") from None
         if self.stats["unique_graphs"] > graphs:
-            print(f"[compiled in {time.perf_counter() - start:.0f} s]", file=sys.stderr, flush=True)
+            seconds = time.perf_counter() - start
+            print(f"\n[compiled in {seconds:.0f} s]", file=sys.stderr, flush=True)
         return y

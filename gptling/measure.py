@@ -99,7 +99,7 @@ def plan_run(config, given: dict, kept: set, derived: dict, longest: float, set_
     at_once = tokens_per_step(fields)
     seen = config.max_iters * at_once
     remark = "; a text so short is used up then" * (config.max_iters >= most_steps(fields, text))
-    remark += "; too little time for steps so long" * (config.max_iters < 10)
+    remark += "; there is time for no more steps" * (config.max_iters < 10)
     print(
         f"{config.dataset}: {meta['train']['bytes'] / 1e6:.2f} MB to train on, {text.tokens:,} "
         f"tokens ({meta['tokenizer']}, vocabulary of {text.vocab_size:,}). "

@@ -53,7 +53,8 @@ import json, os, runpy, signal, sys, traceback
 sys.path.insert(0, sys.argv[1])
 import sample, train, torch._dynamo
 ours = [name for name, module in sys.modules.items()
-        if (getattr(module, "__file__", None) or "").startswith(sys.argv[1] + os.sep)]
+        if (file := getattr(module, "__file__", None) or "").startswith(sys.argv[1] + os.sep)
+        and not file.startswith(sys.prefix + os.sep)]  # a virtual environment in the checkout
 for line in sys.stdin:
     arguments, cwd, files = json.loads(line)
     child = os.fork()

@@ -453,7 +453,7 @@ def test_a_plan_is_printed_stored_and_kept_to(trained, tmp_path):
     code, output = train("--minutes=0.2", "--n_layer=1", "--muon_lr=0.04", cwd=here)
     assert code == 0, output
     took = int(re.search(r"^(\d+) s; next: python sample.py out/mine$", output, re.M)[1])
-    assert 0.7 < took / (time.monotonic() - start) < 1.1  # of the program, not of its steps
+    assert 1 < took < 1.1 * (time.monotonic() - start)
     line = re.search(r"^mine: .*0\.2 min here: 1 layers of (\d+), .* ([\d,]+) steps", output, re.M)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
     assert (config["n_embd"], config["max_iters"]) == (int(line[1]), int(line[2].replace(",", "")))
@@ -478,7 +478,8 @@ def test_a_run_of_which_nothing_says_how_long_is_planned_for_a_minute(
     words, planned, trained, tmp_path, train_here, monkeypatch
 ):
     """That minute is over here when it begins."""
-    monkeypatch.setattr("gptling.measure.STARTED", time.perf_counter() - 60)
+    for module in ("measure", "report"):
+        monkeypatch.setattr(f"gptling.{module}.STARTED", time.perf_counter() - 60)
     here = start_of(trained, tmp_path)
     presets = {"PRESET": "n_embd = 32\n", "TWO_STEPS": "max_iters = 2\neval_interval = 2\n"}
     for name, text in presets.items():
@@ -488,9 +489,18 @@ def test_a_run_of_which_nothing_says_how_long_is_planned_for_a_minute(
     assert process.returncode == 0, process.stderr
     assert (b"1 min here: " in process.stdout) == planned
     assert b"used up" not in process.stdout  # the time is
-    assert (b"too little time for steps so long" in process.stdout) == planned
+    assert (b"there is time for no more steps" in process.stdout) == planned
     steps = tomllib.loads((here / "out/mine/config.toml").read_text())["max_iters"]
     assert steps == (1 if planned else 2)
+    took = int(re.search(rb"^(\d+) s; next: python sample.py out/mine$", process.stdout, re.M)[1])
+    assert took >= 60  # of the program, not of its steps
+
+
+def test_the_time_is_counted_from_the_programs_start():
+    """What it has imported took processor time."""
+    code = "import time, torch; now, spent = time.perf_counter(), time.process_time()\n"
+    code += "from gptling.measure import STARTED; assert spent / 2 < now - STARTED"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_a_run_whose_preset_has_the_minutes_goes_on(trained, tmp_path, train_here, monkeypatch):
