@@ -109,7 +109,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / config.warmup_iters
     steps = config.max_iters - 1 - config.warmup_iters
-    progress = min(1.0, (step - config.warmup_iters) / max(1, steps))  # 0 to 1
+    progress = (step - config.warmup_iters) / max(1, steps)  # 0 to 1
     left = {
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "linear": min(1.0, (1 - progress) / (1 - config.hold)),

@@ -116,8 +116,7 @@ def load_states(model, optimizers: list[torch.optim.Optimizer], scaler, state: d
         return
     try:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            if state["progress"].overflows < state["progress"].step:  # it has had a step
-                load_state(optimizer, saved, model)
+            load_state(optimizer, saved, model)
     except ValueError as error:
         raise UserError(
             f"training_state.pt does not fit: {error}; take another --out_dir"
