@@ -178,7 +178,7 @@ def test_a_download_is_checked_by_its_sha256(tmp_path, monkeypatch):
     data = prepare(PrepareConfig(("shakespeare",)))
     assert "all the world" in split_text(data, "train")
     monkeypatch.setitem(corpus.DOWNLOADS, "shakespeare", ("http://127.0.0.1:9/", digest))
-    with pytest.raises(UserError, match=r"python prepare.py shakespeare.txt"):
+    with pytest.raises(UserError, match=r"give shakespeare.txt instead"):
         prepare(PrepareConfig(("shakespeare",), name="again"))
 
 
