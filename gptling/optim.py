@@ -138,7 +138,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str | int, dict], m
     """Take what full_state gave, sharded as the parameters are; settings stay as they are. Raises
     ValueError for the state of other parameters."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    places = places_of(optimizer, model) | {i: i for i in range(len(parameters))}  # as once saved
+    places = places_of(optimizer, model)
+    places |= {i: i for i in places.values()}  # as once saved
     if unknown := list(saved.keys() - places.keys()):
         raise ValueError(f"it has the state of {unknown[0]}, which the optimizer has not")
     saved = {places[key]: values for key, values in saved.items()}

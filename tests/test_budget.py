@@ -564,12 +564,9 @@ def test_what_follows_from_planned_sizes_follows_from_those(
         built.append((config.n_embd, config.d_ff))
         return set_up(config, *more, **others)
 
-    for name, value in {
-        "TrainConfig": Wider,
-        "GPT": module.GPT,
-        "GPTConfig": module.GPTConfig,
-    }.items():
-        monkeypatch.setattr(f"train.{name}", value)
+    monkeypatch.setattr("train.TrainConfig", Wider)
+    monkeypatch.setattr("train.GPT", module.GPT)
+    monkeypatch.setattr("train.GPTConfig", module.GPTConfig)
     monkeypatch.setattr("gptling.measure.STARTED", time.perf_counter() - 60)
     here = start_of(trained, tmp_path)
     first = ["--out_dir=out/first", "--max_iters=1", "--n_embd=16", "--d_ff=48"]
