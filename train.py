@@ -1,6 +1,6 @@
 """Train a GPT.
 
-    python train.py                                    # the quick start: config/quickstart.toml
+    python train.py                                    # the quick start: a minute on two CPU cores
     python train.py --dataset=mine --minutes=10        # the best model of data/mine in ten minutes
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
     python train.py --out_dir=out/gpt2 --resume        # go on from its newest checkpoint
@@ -8,13 +8,13 @@
 
 writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,
 config.toml, and where matplotlib and TensorBoard are installed loss.png and tensorboard/. What
-neither a flag nor a preset says is as in config/quickstart.toml, or planned for the time there is.
+neither a flag nor a preset says is as the quick start has it, below, or planned for the time.
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101; cosine decay,
   https://arxiv.org/abs/1608.03983
 - Micikevicius et al. 2018, mixed precision, https://arxiv.org/abs/1710.03740
-- Brown et al. 2020 (GPT-3), appendix B: the recipe of AdamW that the defaults follow
+- Brown et al. 2020 (GPT-3), appendix B: the recipe of AdamW in config/gpt2.toml
 - Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
 - Hägele et al. 2024, warm-up, stable, decay, https://arxiv.org/abs/2405.18392
 - Chen et al. 2016, activation checkpointing, https://arxiv.org/abs/1604.06174
@@ -31,7 +31,7 @@ import torch
 from tyro.conf import Suppress
 
 from gptling.checkpoints import Progress, RunDirectory
-from gptling.cli import QUICKSTART, Fraction, PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import Fraction, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
@@ -46,7 +46,12 @@ from prepare import PrepareConfig, prepare
 
 
 @dataclass
-class TrainConfig(GPTConfig):  # and its fields; config/quickstart.toml goes before all defaults
+class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
+    block_size: int = 64  # the longest sequence that the model sees at once, in tokens
+    n_layer: int = 3  # blocks
+    n_head: int = 4  # attention heads in each block
+    n_embd: int = 128  # width
+    bias: bool = False  # in linear layers and LayerNorms; GPT-2 has them
     vocab_size: Suppress[int] = 1  # as the tokenizer says
     vocab_multiple: PositiveInt = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
@@ -56,22 +61,22 @@ class TrainConfig(GPTConfig):  # and its fields; config/quickstart.toml goes bef
     overwrite: bool = False  # delete the run that is in out_dir
     init_from: str = "scratch"  # scratch, a run, a checkpoint, or the hub name of a GPT-2
     eval_only: bool = False  # only print the loss of init_from over the whole validation split
-    batch_size: PositiveInt = 12  # sequences of block_size tokens in a micro-batch
+    batch_size: PositiveInt = 32  # sequences of block_size tokens in a micro-batch
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches in a step of all processes
-    max_iters: PositiveInt = 2000  # steps
-    optimizer: Literal["adamw", "muon"] = "adamw"  # of the blocks' matrices; the rest has AdamW
-    learning_rate: float = 6e-4  # AdamW's highest, after warm-up
-    muon_lr: float = 0.02  # Muon's highest; it rises and falls with the other
-    muon_momentum: Fraction = 0.95  # Muon: decay of the first moment; short runs like it lower
-    schedule: Literal["cosine", "linear"] = "cosine"  # how the learning rate falls
+    max_iters: PositiveInt = 440  # steps
+    optimizer: Literal["adamw", "muon"] = "muon"  # of the blocks' matrices; the rest has AdamW
+    learning_rate: float = 1e-2  # AdamW's highest, after warm-up
+    muon_lr: float = 0.05  # Muon's highest; it rises and falls with the other
+    muon_momentum: Fraction = 0.9  # Muon: decay of the first moment; short runs like it lower
+    schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate falls
     hold: Fraction = 0.0  # linear: share of the steps after warm-up at the full rate
-    min_lr: float = 6e-5  # where learning_rate ends
-    warmup_iters: int = 100  # steps with a rising learning rate
+    min_lr: float = 1e-4  # where learning_rate ends
+    warmup_iters: int = 10  # steps with a rising learning rate
     weight_decay: float = 0.1  # of matrices; biases and LayerNorms have none
     beta1: Fraction = 0.9  # AdamW: decay of the first moment (moving average of gradients)
-    beta2: Fraction = 0.95  # AdamW: decay of the second moment (of their squares)
+    beta2: Fraction = 0.99  # AdamW: decay of the second moment (of their squares)
     grad_clip: float = 1.0  # the gradient's norm is cut to this; 0 for never
-    eval_interval: PositiveInt = 500  # steps between evaluations, each with a checkpoint
+    eval_interval: PositiveInt = 110  # steps between evaluations, each with a checkpoint
     eval_tokens: int = 0  # validate on about this many, spread evenly over the split; 0 for all
     keep_last: PositiveInt = 2  # checkpoints that stay besides the best
     log_interval: PositiveInt = 10  # steps between log lines
@@ -176,7 +181,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 
 def main():
     # ------------------------------------------------------------ configuration, and the run so far
-    config, given, kept, derived = load(TrainConfig, __doc__, default_preset=QUICKSTART)
+    config, given, kept, derived = load(TrainConfig, __doc__, presets=True)
     if config.minutes and "minutes" in given and (config.resume or config.eval_only):
         raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())

@@ -26,7 +26,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import tyro
 
 CONFIG = Path(__file__).parent.parent / "config"
-QUICKSTART = CONFIG / "quickstart.toml"
 # What a number of a configuration may be besides finite and not negative: at least 1, below 1.
 PositiveInt = Annotated[int, "at least 1"]
 Fraction = Annotated[float, "below 1"]
@@ -116,13 +115,13 @@ def _exit(code):
     sys.exit(code)
 
 
-def load(cls: type, description: str, argv: list[str] | None = None, default_preset=None):
+def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
     """An instance of the dataclass `cls` from the command line, the flags given to it, the names
-    of what flags and presets say, that in default_preset aside, and of the fields that
-    __post_init__ has set the values before, from which it can set them anew.
+    of what flags and presets say, and of the fields that __post_init__ has set the values before,
+    from which it can set them anew.
 
-    default_preset: the words before the first flag are presets, this one before them all. Without
-    it `cls` has a positional field of its own. A usage error exits with code 2."""
+    presets: the words before the first flag are presets; otherwise `cls` has a positional field of
+    its own. A usage error exits with code 2."""
     words = sys.argv[1:] if argv is None else argv  # UTF-8, whatever the locale says
     argv = [os.fsencode(word).decode("utf-8", "surrogateescape") for word in words]
     # Without __post_init__, which may derive a value from others, before all have their values.
@@ -130,14 +129,14 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
     for field in dataclasses.fields(cls):
         made = field.default_factory is not dataclasses.MISSING
         setattr(default, field.name, field.default_factory() if made else field.default)
-    if default_preset:
+    if presets:
         n_presets = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-        presets, argv = argv[:n_presets], argv[n_presets:]
-        for preset in [default_preset, *presets]:
+        for preset in argv[:n_presets]:
             # Its numbers are checked together with the flags, which may mend them.
             values = read_preset(cls, preset)
             vars(default).update(values)
-            said |= values.keys() if preset != default_preset else set()
+            said |= values.keys()
+        argv = argv[n_presets:]
         behind = [w for before, w in itertools.pairwise(argv) if is_preset(w, before, hints)]
         if behind:
             _fail(f"{behind[0]}: presets stand before the flags", code=2)
@@ -158,8 +157,8 @@ def load(cls: type, description: str, argv: list[str] | None = None, default_pre
             _let_first_speak()
         raise
     given = {name: getattr(config, name) for name in names if name in hints}
-    unsaid = vars(default).items() if default_preset else ()
-    derived = {n: v for n, v in unsaid if n not in given and getattr(config, n) != v}
+    unsaid = {n: v for n, v in vars(default).items() if n not in given}
+    derived = {n: v for n, v in unsaid.items() if getattr(config, n) != v}
     return config, given, said | given.keys(), derived
 
 

@@ -213,10 +213,10 @@ def find_sides(config: CompareConfig, flags: list[str]) -> list[Side]:
 
 
 def read_setting(name: str, flags: list[str], folder: Path) -> str:
-    """What the presets and flags for a train.py say of a field; the last of them counts."""
-    presets = [folder / word for word in ["config/quickstart.toml", *flags] if ".toml" in word]
-    texts = [preset.read_text(encoding="utf-8-sig") for preset in presets if preset.is_file()]
-    said = rf'^(?:--)?{name.replace("_", "[-_]")}[\s="]+([^"#\n]+)'
+    """What a train.py's defaults, and presets and flags for it, say of a field; the last counts."""
+    files = [folder / word for word in ["train.py", *flags] if word.endswith((".py", ".toml"))]
+    texts = [file.read_text(encoding="utf-8-sig") for file in files if file.is_file()]
+    said = rf'^(?: +{name}: \w+|(?:--)?{name.replace("_", "[-_]")})[\s="]+([^"#\n]+)'
     return re.findall(said, "\n".join([*texts, *flags]), re.MULTILINE)[-1].strip()
 
 

@@ -680,7 +680,7 @@ def test_the_line_of_a_plan_counts_all_micro_batches(trained, tmp_path, train_he
     assert f"1 min here: 1 layers of 32, {says}" in process.stdout.decode()
 
 
-def test_the_quick_start_is_as_its_preset_says(trained, tmp_path, train_here, monkeypatch):
+def test_the_quick_start_is_as_the_defaults_say(trained, tmp_path, train_here, monkeypatch):
     """And not planned, though no flag says how long."""
 
     def stop(config, *more, **others):
@@ -690,8 +690,7 @@ def test_the_quick_start_is_as_its_preset_says(trained, tmp_path, train_here, mo
     (tmp_path / "data/quickstart").symlink_to(trained / "data/mine")
     monkeypatch.setattr("train.set_up", stop)
     process = run_here("train.py", cwd=tmp_path)
-    says = tomllib.loads((ROOT / "config/quickstart.toml").read_text())
-    expected = f"{says['n_embd']} {says['max_iters']} {says['learning_rate']}"
+    expected = f"{TrainConfig.n_embd} {TrainConfig.max_iters} {TrainConfig.learning_rate}"
     assert process.stderr.decode() == f"train.py: error: {expected}\n" and not process.stdout
 
 

@@ -518,7 +518,7 @@ def test_what_a_run_has_and_this_code_does_not_know_is_refused(
     assert f"the run has {named}, which this code does not know" in error
     said = output_of("train.py", *resume, "--allow_changed_model", cwd=tmp_path)
     if "ema" not in named:
-        assert "schedule: cosine from now on; it was restarts" in said
+        assert "schedule: linear from now on; it was restarts" in said
         return
     shutil.copytree(trained / "out", tmp_path / "other")
     resume = [tmp_path / "train.py", "--out_dir=other/mine", "--resume", "--max_iters=22"]

@@ -29,14 +29,8 @@ class Example:
         check_numbers(self)
 
 
-@pytest.fixture
-def empty(tmp_path):
-    (tmp_path / "empty.toml").write_text("")
-    return tmp_path / "empty.toml"
-
-
-def parse(*arguments, default_preset=None):
-    return load(Example, "An example.", arguments, default_preset)
+def parse(*arguments, presets=False):
+    return load(Example, "An example.", arguments, presets=presets)
 
 
 def unboxed(error):
@@ -56,10 +50,10 @@ class Derived:
 # ---------------------------------------------------------------------------- order
 
 
-def test_a_value_that_is_derived_from_others_is_derived_at_last(tmp_path, empty):
+def test_a_value_that_is_derived_from_others_is_derived_at_last(tmp_path):
     (tmp_path / "small.toml").write_text("n_head = 8")
     assert load(Derived, "", ["--n_head=4"])[0] == Derived(4, 4)
-    assert load(Derived, "", [str(tmp_path / "small.toml")], empty)[0] == Derived(8, 8)
+    assert load(Derived, "", [str(tmp_path / "small.toml")], presets=True)[0] == Derived(8, 8)
 
 
 @dataclass
@@ -69,50 +63,47 @@ class Various:
     cap: float | None = None
 
 
-def test_a_field_may_be_a_list_or_nothing_in_presets_too(tmp_path, empty):
+def test_a_field_may_be_a_list_or_nothing_in_presets_too(tmp_path):
     (tmp_path / "various.toml").write_text("windows = [4]\nlengths = [2, 3]\ncap = 1.5")
-    assert load(Various, "", [], empty)[0] == Various()
+    assert load(Various, "", [], presets=True)[0] == Various()
     expected = Various((4,), [2, 3], 1.5)
-    assert load(Various, "", [str(tmp_path / "various.toml")], empty)[0] == expected
+    assert load(Various, "", [str(tmp_path / "various.toml")], presets=True)[0] == expected
     (tmp_path / "various.toml").write_text('cap = "much"')
     with pytest.raises(UserError, match="cap = 'much': expected"):
-        load(Various, "", [str(tmp_path / "various.toml")], empty)
+        load(Various, "", [str(tmp_path / "various.toml")], presets=True)
 
 
-def test_what_is_derived_comes_with_the_value_before_but_for_flags(tmp_path, empty):
+def test_what_is_derived_comes_with_the_value_before_but_for_flags(tmp_path):
     (tmp_path / "half.toml").write_text("n_kv_head = 4")
-    assert load(Derived, "", ["--n_head=4"], empty)[3] == {"n_kv_head": 0}
-    assert load(Derived, "", ["--n_kv_head=3"], empty)[3] == {}
-    assert load(Derived, "", [str(tmp_path / "half.toml")], empty)[3] == {}
+    assert load(Derived, "", ["--n_head=4"], presets=True)[3] == {"n_kv_head": 0}
+    assert load(Derived, "", ["--n_kv_head=3"], presets=True)[3] == {}
+    assert load(Derived, "", [str(tmp_path / "half.toml")], presets=True)[3] == {}
 
 
-def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path, empty):
+def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
     a, b = tmp_path / "a.toml", tmp_path / "b.toml"
     a.write_text('width = 4\nline_width = 1\nname = "a"\n')
     b.write_text('name = "b"\nloud = true\nmode = true\n')
     flags = ["--width=9", "--line_width", "1e-3"]
-    config, given, said, _ = parse(str(a), str(b), *flags, default_preset=empty)
+    config, given, said, _ = parse(str(a), str(b), *flags, presets=True)
     assert config == Example(9, 1e-3, "b", True, True)
     assert given == {"width": 9, "line_width": 1e-3}
     assert said == {"width", "line_width", "name", "loud", "mode"}
-    assert parse("--name=c", default_preset=a)[2] == {"name"}
-    assert parse(str(b), str(a), "--name=c", default_preset=empty)[0].name == "c"
-    assert parse() == parse(default_preset=empty) == (Example(), {}, set(), {})
-    assert parse(default_preset=a)[0].width == 4
-    config, *_ = parse(str(b), default_preset=a)
-    assert (config.width, config.name) == (4, "b"), "what b does not say is as in a"
+    assert parse(str(b), str(a), "--name=c", presets=True)[0].name == "c"
+    assert parse() == parse(presets=True) == (Example(), {}, set(), {})
 
 
-def test_a_flag_mends_a_preset(tmp_path, empty):
+def test_a_flag_mends_a_preset(tmp_path):
     (tmp_path / "a.toml").write_text("width = -4")
-    assert parse("--width=4", default_preset=tmp_path / "a.toml")[0].width == 4
+    preset = str(tmp_path / "a.toml")
+    assert parse(preset, "--width=4", presets=True)[0].width == 4
     with pytest.raises(SystemExit):
-        parse(default_preset=tmp_path / "a.toml")
+        parse(preset, presets=True)
 
 
-def test_a_preset_after_a_flag_is_refused(empty, capsys):
+def test_a_preset_after_a_flag_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
-        parse("--loud", str(empty), default_preset=empty)
+        parse("--loud", str(tmp_path / "a.toml"), presets=True)
     assert exit.value.code == 2 and "presets stand before the flags" in capsys.readouterr().err
 
 
@@ -164,8 +155,8 @@ def test_flags_have_the_types_of_their_fields(arguments, expected):
         ("--compile auto", {"compile": "auto"}),
     ],
 )
-def test_flags_of_train_py(arguments, expected, empty):
-    config, given, *_ = load(TrainConfig, "", arguments.split(), empty)
+def test_flags_of_train_py(arguments, expected):
+    config, given, *_ = load(TrainConfig, "", arguments.split(), presets=True)
     assert given == expected
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -238,13 +229,13 @@ def test_a_wrong_preset_is_one_line_that_names_the_file(tmp_path, content, messa
 
 
 def test_a_missing_preset_lists_those_there_are():
-    with pytest.raises(UserError, match=r"nix\.toml.*config/quickstart\.toml"):
+    with pytest.raises(UserError, match=r"nix\.toml.*config/gpt2\.toml"):
         read_preset(Example, "config/nix.toml")
 
 
 def test_presets_are_found_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert read_preset(TrainConfig, "config/quickstart.toml")["dataset"] == "quickstart"
+    assert read_preset(TrainConfig, "config/gpt2.toml")["dataset"] == "webtext"
 
 
 @pytest.mark.parametrize("preset", sorted((ROOT / "config").glob("*.toml")), ids=lambda p: p.stem)

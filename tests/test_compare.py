@@ -200,7 +200,7 @@ def test_a_tenth_of_the_learning_rate_is_called_worse_in_both_questions(project,
 @pytest.mark.slow
 def test_losses_are_those_of_train_py_over_the_whole_split(project, run_compare):
     patch = make_patch(project, "good", "model.py", "import math\n", "import math  # maths\n")
-    edit(project / "config" / "quickstart.toml", "beta2", "eval_tokens = 16\nbeta2")
+    edit(project / "train.py", "eval_tokens: int = 0 ", "eval_tokens: int = 16 ")
     code, printed, _ = run_compare(patch, *EQUAL_STEPS, *WORDS)
     assert code == 0
     bits = []
@@ -221,7 +221,9 @@ def test_losses_are_those_of_train_py_over_the_whole_split(project, run_compare)
 def test_nothing_is_trained_twice_and_what_training_does_not_read_is_no_change(
     project, run_compare, monkeypatch
 ):
-    patch = make_patch(project, "faster", "config/quickstart.toml", "0.05", "0.06")
+    patch = make_patch(
+        project, "faster", "train.py", "muon_lr: float = 0.05", "muon_lr: float = 0.06"
+    )
     _, first, _ = run_compare(patch, *EQUAL_STEPS, *WORDS)
     edit(project / "gptling" / "compare.py", "import os\n", "import os  # is\n")
     (project / "README.md").write_text("new")
@@ -411,9 +413,8 @@ def test_a_preset_that_lies_elsewhere_is_found_by_both_sides(project, run_compar
 
 
 def test_settings_are_those_of_the_last_preset_or_flag(tmp_path):
-    (tmp_path / "config").mkdir()
-    preset = 'dataset = "quickstart" # a name\nmax_iters = 500 # steps\n# max_iters = 3\n'
-    (tmp_path / "config" / "quickstart.toml").write_text(preset)
+    code = '    dataset: str = "quickstart"  # a name\n    max_iters: PositiveInt = 500  # steps\n'
+    (tmp_path / "train.py").write_text(f"class TrainConfig:\n{code}    # max_iters: int = 3\n")
     (tmp_path / "one.toml").write_text('dataset = "one"\n')
 
     def settings(*flags):

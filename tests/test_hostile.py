@@ -106,7 +106,6 @@ VALUES = st.one_of(
     st.sampled_from(["true", "False", "auto", "", "-", "--", "=", "1e400", "0x10", "'", "\x1b[0m"]),
     ANY_TEXT,
 )
-EMPTY_PRESET = ROOT / "config" / "quickstart.toml"
 FLAGS = st.tuples(st.sampled_from(NAMES), VALUES).map(lambda pair: f"--{pair[0]}={pair[1]}")
 TOML = st.tuples(
     st.sampled_from(NAMES) | st.text("ab.\"'[] ", max_size=4),
@@ -117,14 +116,14 @@ TOML = st.tuples(
 
 
 def give_a_configuration_or_a_usage_error(cls, arguments):
-    default_preset = EMPTY_PRESET if cls is TrainConfig else None
+    presets = cls is TrainConfig
     error = tempfile.SpooledTemporaryFile(mode="w+", encoding="utf-8")
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(error):
         try:
-            config, given, *_ = load(cls, "Anything.", arguments, default_preset)
+            config, given, *_ = load(cls, "Anything.", arguments, presets=presets)
             assert type(config) is cls and set(given) <= set(cls.__dataclass_fields__)
         except UserError:  # a preset that is not there
-            assert default_preset
+            assert presets
         except SystemExit as exit:
             error.seek(0)
             text = error.read()

@@ -418,7 +418,7 @@ def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path
     """GPT-2's config.json does not say that it has biases; the quick start has none."""
     theirs = {"model_type": "gpt2", "n_positions": 32, "n_embd": 48, "n_layer": 3, "n_head": 3}
     (tmp_path / "config.json").write_text(json.dumps(theirs | {"vocab_size": 77}))
-    config, given, *_ = cli.load(TrainConfig, "", ["--dropout=0.2"], cli.QUICKSTART)
+    config, given, *_ = cli.load(TrainConfig, "", ["--dropout=0.2"], presets=True)
     assert take_sizes(config, given, GPT, tmp_path) == 32
     sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
     assert GPTConfig(**sizes) == GPTConfig(32, 77, 3, 3, 48, dropout=0.2, bias=True)

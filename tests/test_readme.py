@@ -13,7 +13,7 @@ import tomllib
 
 import pytest
 
-from gptling.cli import QUICKSTART, load
+from gptling.cli import load
 from gptling.compare import CompareConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
@@ -70,8 +70,7 @@ def test_commands_have_flags_and_presets_that_exist(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     at, script = next((i, word) for i, word in enumerate(words) if word in SCRIPTS)
     words = [word for word in words if not re.fullmatch(r"out/.*\.toml", word)]  # of a run
-    default_preset = QUICKSTART if script == "train.py" else None
-    load(SCRIPTS[script], "", words[at + 1 :], default_preset)
+    load(SCRIPTS[script], "", words[at + 1 :], presets=script == "train.py")
 
 
 def test_comparisons_have_flags_presets_and_patches_that_exist(monkeypatch):
@@ -83,7 +82,7 @@ def test_comparisons_have_flags_presets_and_patches_that_exist(monkeypatch):
         end = words.index("--") if "--" in words else len(words)
         config, *_ = load(CompareConfig, "", words[:end])
         assert all(list(ROOT.glob(patch)) for patch in config.patches)
-        load(TrainConfig, "", words[end + 1 :], QUICKSTART)
+        load(TrainConfig, "", words[end + 1 :], presets=True)
 
 
 def test_what_commands_install_and_run_is_there():

@@ -215,7 +215,7 @@ def test_explicit_flags_override_the_checkpoint_and_are_printed(finished):
     [
         ("batch_size", 6),
         ("gradient_accumulation_steps", 2),
-        ("optimizer", "muon"),
+        ("optimizer", "adamw"),
         ("seed", 1),
         ("init_from", "out/other"),
     ],
@@ -375,7 +375,7 @@ def test_the_state_of_any_optimizer_goes_on_where_it_was(optimizer):
 def test_the_state_of_other_parameters_is_refused():
     model = GPT(GPTConfig(8, 11, 1, 2, 4))
     model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[1].backward()
-    [adamw] = configure_optimizers(model, TrainConfig())
+    [adamw] = configure_optimizers(model, TrainConfig(optimizer="adamw"))
     adamw.step()
     for name in (99, "h.7.mlp.c_fc.weight"):
         with pytest.raises(ValueError, match=f"state of {name}, which"):
@@ -387,7 +387,7 @@ def test_states_go_by_names_whatever_the_groups_and_their_order(by_position):
     torch.manual_seed(0)
     model, idx = GPT(GPTConfig(8, 11, 1, 2, 4)), torch.arange(8)[None]
     model(idx, idx)[1].backward()
-    [adamw] = configure_optimizers(model, TrainConfig())
+    [adamw] = configure_optimizers(model, TrainConfig(optimizer="adamw"))
     adamw.step()
     parameters = [p for group in adamw.param_groups for p in group["params"]]
     other = torch.optim.AdamW(parameters if by_position else parameters[::-1])

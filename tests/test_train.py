@@ -136,7 +136,7 @@ def test_every_schedule_rises_then_falls_to_min_lr(max_iters, schedule):
 
 def test_only_matrices_decay():
     model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    [adamw] = configure_optimizers(model, TrainConfig(weight_decay=0.3))
+    [adamw] = configure_optimizers(model, TrainConfig(optimizer="adamw", weight_decay=0.3))
     decay, rest = adamw.param_groups
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -145,10 +145,10 @@ def test_only_matrices_decay():
 
 
 def test_schedules_are_different_and_no_other_name_is_taken_for_one_of_them():
-    rates = [learning_rate(700, TrainConfig(schedule=schedule)) for schedule in SCHEDULES]
+    rates = [learning_rate(300, TrainConfig(schedule=schedule)) for schedule in SCHEDULES]
     assert len(set(rates)) == len(SCHEDULES) >= 2
     with pytest.raises(LookupError, match="restarts"):
-        learning_rate(700, TrainConfig(schedule="restarts"))
+        learning_rate(300, TrainConfig(schedule="restarts"))
 
 
 @pytest.mark.parametrize("hold", [0.0, 0.5, 0.9])

@@ -28,8 +28,8 @@ KINDS = {
 
 def steps_of(directory: Path, steps: int, seed: int) -> tuple[list[float], dict]:
     """Train for `steps` in `directory`; returns (seconds of each step, the last evaluation)."""
-    command = [sys.executable, ROOT / "train.py", ROOT / "config" / "quickstart.toml"]
-    command += ["--dataset=text", f"--out_dir=out/{steps}", f"--max_iters={steps}"]
+    command = [sys.executable, ROOT / "train.py", "--dataset=text"]
+    command += [f"--out_dir=out/{steps}", f"--max_iters={steps}"]
     command += [f"--eval_interval={steps}", "--log_interval=1", f"--seed={seed}", "--curves=False"]
     subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
     lines = (directory / "out" / str(steps) / "log.jsonl").read_text().splitlines()
