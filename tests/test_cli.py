@@ -89,6 +89,7 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
     assert config == Example(9, 1e-3, "b", True, True)
     assert given == {"width": 9, "line_width": 1e-3}
     assert said == {"width", "line_width", "name", "loud", "mode"}
+    assert parse(str(a), str(b), presets=True)[2] == said, "of every preset"
     assert parse(str(b), str(a), "--name=c", presets=True)[0].name == "c"
     assert parse() == parse(presets=True) == (Example(), {}, set(), {})
 
