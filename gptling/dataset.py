@@ -5,6 +5,7 @@ import difflib
 import functools
 import itertools
 import math
+import random
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -147,6 +148,13 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
         raise UserError(f"{sequences} is not divisible by {world_size} processes")
     size = next(n for n in range(min(share, config.batch_size), 0, -1) if share % n == 0)
     return size, share // size
+
+
+def seed_generators(seed: int):
+    """All that a model may draw from in a step: those of PyTorch, of Python and of NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @functools.lru_cache(maxsize=2)

@@ -31,7 +31,8 @@ from gptling.cli import UserError
 from gptling.files import lock_directory
 from gptling.optim import full_state, load_state
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, one_process, output_of, run_script
+from tests.conftest import ROOT, TINY, one_process, output_of, run_here, run_script
+from tests.edits import edited_module
 from train import FIXED, TrainConfig, configure_optimizers
 
 # train.py, in which the second evaluation crashes.
@@ -142,6 +143,24 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(here, number, opt
     output_of("sample.py", stopped, "--max_new_tokens=5", cwd=here)
     output_of("train.py", "--out_dir=out/parts", "--resume=True", cwd=here)
     assert_equal_runs(here / "out" / "whole", here / "out" / "parts", steps)
+
+
+def test_a_model_that_draws_from_python_and_numpy_goes_on_equally(here, train_here, monkeypatch):
+    noise = "__import__('random').random() + np.random.rand()"
+    hidden = "x = self.hidden(idx, padding_mask, cache)"
+    noisy = f"{hidden} * (1 + 0.1 * self.training * ({noise}))"
+    module = edited_module(
+        ("import torch\n", "import numpy as np\nimport torch\n"), (hidden, noisy)
+    )
+    monkeypatch.setattr("train.GPT", module.GPT)
+    flags = [*COMMON, "--max_iters=6", "--eval_interval=3", "--out_dir=out/whole"]
+    process = run_here("train.py", *flags, cwd=here)
+    assert process.returncode == 0 and b"forward's own loss" not in process.stdout, process
+    shutil.copytree(here / "out" / "whole", here / "out" / "parts")
+    shutil.rmtree(here / "out" / "parts" / "checkpoint-6")
+    process = run_here("train.py", "--out_dir=out/parts", "--resume", cwd=here)
+    assert process.returncode == 0, process.stderr
+    assert_equal_runs(here / "out" / "whole", here / "out" / "parts", 6)
 
 
 def test_evaluation_logging_and_checkpoints_change_no_weight(here):
