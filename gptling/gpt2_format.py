@@ -189,12 +189,13 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
 
     special = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
     end_of_text = {token["content"]: token["id"] for token in special}.get(END_OF_TEXT)
-    sizes, dropout = asdict(model.config), model.config.dropout
+    sizes = asdict(model.config)
     config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
     if reason:
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
         config |= {"fields": list(sizes)}
-    config |= {"embd_pdrop": dropout, "attn_pdrop": dropout}
+    dropped = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # which without them would be 0.1
+    config |= dict.fromkeys(dropped, sizes.get("dropout", 0.0))
     config |= {HF_NAMES.get(name, name): value for name, value in sizes.items()}
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "check": check}
     (directory / "config.json").write_text(json.dumps(config, indent=2))

@@ -93,6 +93,7 @@ def plan_run(config, given: dict, kept: set, derived: dict, longest: float, set_
         return 60 * config.minutes - slowest(time.perf_counter() - STARTED) - compiling
 
     values = {name: getattr(config, name) for name in names}
+    values |= {} if hasattr(config, "dropout") else {"dropout": 0.0}  # a model that has none
     memory = -0.8 * processes.all_reduce_max(-free_memory(processes.device))
     fields = plan(values, text, seconds_left, seconds_per_step, memory, processes.world_size)
     set_fields(config, fields)

@@ -128,6 +128,22 @@ EDITS = {
             ),
         ]
     ),
+    "no dropout": Edit(
+        [
+            (
+                "    dropout: float = 0.0  # share of activations set to 0 in training;"
+                " 0.1 to 0.2 for little data\n",
+                "",
+            ),
+            ("        require(0 <= self.dropout < 1, ", "        require(True, "),
+            ('f"dropout={self.dropout}: must be at least 0 and below 1"', '""'),
+            ("        self.dropout = config.dropout\n", ""),
+            ("F.dropout(self.c_proj(x), self.dropout, self.training)", "self.c_proj(x)"),
+            ('{"dropout": config.dropout, "qkv_bias"', '{"qkv_bias"'),
+            ("        x = F.dropout(x, self.config.dropout, self.training)\n", ""),
+        ],
+        gpt2=True,
+    ),
     "norms without weights": Edit(
         [
             ("nn.LayerNorm(C, bias=bias)", "nn.LayerNorm(C, elementwise_affine=False)"),

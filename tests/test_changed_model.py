@@ -560,3 +560,22 @@ def test_a_deliberate_change_goes_on_from_weights_of_another_model(trained, tmp_
     output_of(tmp_path / "sample.py", "out/mine/checkpoint-22", cwd=tmp_path)
     process = run_script("sample.py", "out/mine/checkpoint-22", cwd=tmp_path)
     assert process.returncode == 1 and b"computes something else" in process.stderr
+
+
+@pytest.mark.slow
+def test_a_model_without_dropout_is_planned_goes_on_and_writes(trained, tmp_path):
+    """Of a text that is seen so often that another would have some."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+    edited_copy(tmp_path, "model.py", *EDITS["no dropout"].changes)
+    measure = tmp_path / "gptling" / "measure.py"
+    measured = "return sorted(times)[len(times) // 4], compiling"
+    assert measured in measure.read_text(encoding="utf-8")  # 1 ms, whatever the machine
+    measure.write_text(measure.read_text(encoding="utf-8").replace(measured, "return 1e-3, 0.0"))
+    train = [tmp_path / "train.py", "--dataset=mine"]
+    said = output_of(*train, "--minutes=1", cwd=tmp_path)
+    assert " 200 steps " in said and "epochs), dropout 0; a text so short" in said
+    output_of(*train, "--resume", "--max_iters=202", cwd=tmp_path)
+    output_of(tmp_path / "sample.py", "out/mine", "--max_new_tokens=3", cwd=tmp_path)
+    load(GPT, tmp_path / "out" / "mine" / "checkpoint-202")
+    config = json.loads((tmp_path / "out/mine/checkpoint-202/config.json").read_text())
+    assert {config[f"{place}_pdrop"] for place in ("embd", "attn", "resid")} == {0.0}
