@@ -80,7 +80,7 @@ def fields_for(tokens: float, sizes, kept: dict[str, Any], text: Text, memory: f
     tokens = min(tokens, ENOUGH_EPOCHS * text.tokens)  # more often seen, they count no more
     fields = sizes | {
         "dropout": 0.1 if by_heart >= DROPOUT_FROM else 0.0,
-        "block_size": min(1024, power_of_two(max(64, math.sqrt(tokens) / 16)), text.longest),
+        "block_size": min(1024, power_of_two(max(64, tokens**0.6 / 72)), text.longest),
         "gradient_accumulation_steps": world_size,
         "batch_size": 1,
     }
