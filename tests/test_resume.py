@@ -146,12 +146,9 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(here, number, opt
 
 
 def test_a_model_that_draws_from_python_and_numpy_goes_on_equally(here, train_here, monkeypatch):
-    noise = "__import__('random').random() + np.random.rand()"
+    noise = "__import__('random').random() + __import__('numpy').random.rand()"
     hidden = "x = self.hidden(idx, padding_mask, cache)"
-    noisy = f"{hidden} * (1 + 0.1 * self.training * ({noise}))"
-    module = edited_module(
-        ("import torch\n", "import numpy as np\nimport torch\n"), (hidden, noisy)
-    )
+    module = edited_module((hidden, f"{hidden} * (1 + 0.1 * self.training * ({noise}))"))
     monkeypatch.setattr("train.GPT", module.GPT)
     flags = [*COMMON, "--max_iters=6", "--eval_interval=3", "--out_dir=out/whole"]
     process = run_here("train.py", *flags, cwd=here)
