@@ -103,6 +103,10 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
     """A new model to train, or a checkpoint's, of which train.py's configuration may change what
     leaves its logits as they are, such as dropout or the weight of a term of the loss."""
     names = [field.name for field in fields(model_class.config_class)]
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+        if name not in names:
+            what = f"{model_class.config_class.__name__} has no {name}"
+            raise UserError(f"model.py: {what}; flags, plans and config.json go by that name")
     sizes = {name: getattr(config, name) for name in names}
     if source is None:
         multiple = config.vocab_multiple

@@ -526,7 +526,7 @@ def test_absurd_numbers_of_tokens_are_right(trained):
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without a signal")
 def test_sigterm_leaves_nothing_of_a_preparation(tmp_path):
     (tmp_path / "large.txt").write_text("some words in a line\n" * 3_000_000)
-    command = [sys.executable, ROOT / "prepare.py", "large.txt"]
+    command = [sys.executable, ROOT / "prepare.py", "large.txt", "--tokenizer=char"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
     while not (tmp_path / "data" / ".large.partial" / "data").exists():
         assert process.poll() is None

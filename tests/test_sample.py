@@ -323,8 +323,7 @@ def test_compiling_changes_no_logits_but_for_rounding(model_class, dtype, padded
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype, emulated",
-    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+    "dtype, emulated", [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 def test_compiling_a_block_of_a_wide_model_changes_no_logits(dtype, emulated, monkeypatch, capfd):
     """One compilation for all blocks, one for the output layer, whose row is the last of many or
