@@ -216,9 +216,10 @@ def load(model_class: type, directory: str | Path, tensors=None, allow_changed=F
 
     tensors: {name: tensor} in the place of model.safetensors. changes: fields of its config to
     change, such as dropout=0.1 for training on. Raises OSError; ValueError for sizes that the
-    weights do not have, and for a tensor that is missing, left over or of another shape (masks that
-    Hugging Face stores, a tied lm_head.weight and biases of zeros may be left over); of these
-    ChangedModelError, unless allow_changed, where model.py computes something else."""
+    weights do not have, and for a tensor of another shape; of these ChangedModelError for a tensor
+    that is missing or left over (masks that Hugging Face stores, a tied lm_head.weight and biases
+    of zeros may be), and where model.py computes something else. With allow_changed there is none:
+    what is missing is as a new model has it, and a line says so."""
     directory = Path(directory)
     stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(directory / "model.safetensors") if tensors is None else tensors
@@ -226,11 +227,17 @@ def load(model_class: type, directory: str | Path, tensors=None, allow_changed=F
     config = model_class.config_class(**stored_sizes(model_class, stored) | changes)
     check_sizes(config, stored, tensors)  # before memory is taken for them
     try:
-        with SkipInit():
+        with contextlib.nullcontext() if allow_changed else SkipInit():
             model = model_class(config)
-        model.load_state_dict(as_in_state_dict(model, tensors))
+        new, unused = model.load_state_dict(as_in_state_dict(model, tensors), strict=False)
+        parts = [("it has no", new), ("model.py has no", unused)]
+        difference = "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
+        if difference and not allow_changed:
+            raise ChangedModelError(difference)
         if not allow_changed:
             check_logits(model, stored, tensors)
+        elif difference:
+            print(f"{directory}: {difference}")
     except RuntimeError as error:  # of load_state_dict, with all names; sizes beyond 2^63
         raise ValueError(" ".join(str(error).split())) from None
     if (directory / "tokenizer.json").is_file():

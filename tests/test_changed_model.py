@@ -566,6 +566,49 @@ def test_a_deliberate_change_goes_on_from_weights_of_another_model(trained, tmp_
     assert process.returncode == 1 and b"computes something else" in process.stderr
 
 
+INIT = "self.gate = nn.init.normal_(nn.Parameter(torch.zeros(1)), mean=1, std=0)"
+GATE = [  # a parameter that no checkpoint has, and that changes nothing at first
+    ("        self.mlp = MLP(config)", f"        self.mlp = MLP(config)\n        {INIT}"),
+    ("x + self.mlp(self.ln_2(x))", "x + self.gate * self.mlp(self.ln_2(x))"),
+]
+
+
+def test_what_a_checkpoint_lacks_is_made_as_in_a_new_model_where_that_is_meant(tmp_path, capsys):
+    """And what only the checkpoint has is left out; a line names both."""
+    save(random_model(sys.modules["model"]), tmp_path)
+    for changes, line in [
+        (GATE, "it has no h.0.gate, h.1.gate"),
+        (EDITS["rotary positions"].changes, "model.py has no wpe.weight"),
+    ]:
+        model_class = edited_module(*changes).GPT
+        with pytest.raises(UserError, match=f": {line}; .*--allow_changed_model=True"):
+            load_model(model_class, tmp_path)
+        model = load_model(model_class, tmp_path, allow_changed=True)
+        assert capsys.readouterr().out == f"{tmp_path}: {line}\n"
+        stored = load(GPT, tmp_path)
+        assert torch.equal(model.h[1].mlp.c_fc.weight, stored.h[1].mlp.c_fc.weight)
+        if changes is GATE:
+            idx, _ = batch()
+            assert torch.equal(model(idx)[0], stored(idx)[0])
+
+
+def test_a_run_goes_on_with_a_new_parameter(trained, tmp_path):
+    """Which has no optimizer state yet; also a new run that begins with its weights."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    edited_copy(tmp_path, "model.py", *GATE)
+    allowed = [tmp_path / "train.py", "--allow_changed_model=True"]
+    said = output_of(*allowed, "--out_dir=out/mine", "--resume", "--max_iters=22", cwd=tmp_path)
+    assert "it has no h.0.gate" in said
+    new = ["--init_from=out/mine/checkpoint-20", "--out_dir=out/new"]
+    output_of(*allowed, *new, "--dataset=mine", *TINY, cwd=tmp_path)
+    for checkpoint in ("mine/checkpoint-22", "new/checkpoint-20"):
+        tensors = load_file(tmp_path / "out" / checkpoint / "model.safetensors")
+        assert tensors["transformer.h.0.gate"] != 1
+    output_of(
+        tmp_path / "train.py", "--out_dir=out/mine", "--resume", "--max_iters=24", cwd=tmp_path
+    )
+
+
 @pytest.mark.slow
 def test_a_model_without_dropout_is_planned_goes_on_and_writes(trained, tmp_path):
     """Of a text that is seen so often that another would have some."""
