@@ -286,6 +286,7 @@ def main():
                 scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
+        processes.average_buffers(model)
         loss_sum += losses["loss"]
         progress.step, progress.loss_steps = done, progress.loss_steps + 1
         progress.overflows += overflow

@@ -100,6 +100,8 @@ class Processes:
         """What to call in the model's place: gradients are the mean of all processes. fsdp: shard
         parameters, gradients and so the optimizer's state, block by block (FSDP2)."""
         self.sharded = fsdp and self.world_size > 1
+        stored, buffers = model.state_dict().keys(), model.named_buffers()
+        self.averages = [n for n, b in buffers if n in stored and b.is_floating_point()]
         if self.sharded:
             if getattr(autocast, "fast_dtype", None) == torch.float16:
                 raise UserError("--fsdp: float16's scale is not shared; use another --dtype")
@@ -148,6 +150,13 @@ class Processes:
         """With DDP gradients travel once a step, with the last micro-batch."""
         if isinstance(parallel, DistributedDataParallel):
             parallel.require_backward_grad_sync = enabled
+
+    @torch.no_grad()
+    def average_buffers(self, model: torch.nn.Module):
+        """What training keeps in buffers, such as a moving average, becomes the mean of all
+        processes, as gradients do."""
+        for buffer in map(model.get_buffer, self.averages if self.world_size > 1 else []):
+            buffer.copy_(self.sum(buffer.clone()) / self.world_size)
 
 
 def recompute_activations(model: torch.nn.Module, compile_blocks: bool):

@@ -55,6 +55,24 @@ class Changed(train.GPT):
 train.GPT = Changed
 train.run(""",
 )
+# And of one whose logits are less their average so far.
+CENTRED = FLOAT64.replace(
+    "train.run(",
+    """
+class Centred(train.GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("average", torch.zeros(config.n_embd))
+
+    def logits(self, x):
+        logits = self.lm_head(x - self.average)
+        if self.training:
+            self.average.lerp_(x.detach().flatten(0, -2).mean(0), 0.1)
+        return logits
+
+train.GPT = Centred
+train.run(""",
+)
 # train.py, in which the second process alone gets a signal in its first life.
 MORTAL = """
 import os, signal, sys
@@ -77,6 +95,7 @@ def here(trained, tmp_path):
     shutil.copytree(trained / "data", tmp_path / "data")
     (tmp_path / "float64.py").write_text(FLOAT64.format(root=str(ROOT)))
     (tmp_path / "changed.py").write_text(CHANGED.format(root=str(ROOT)))
+    (tmp_path / "centred.py").write_text(CENTRED.format(root=str(ROOT)))
     (tmp_path / "mortal.py").write_text(MORTAL.format(root=str(ROOT)))
     return tmp_path
 
@@ -192,6 +211,20 @@ def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here
         ):
             assert ours == pytest.approx(others, abs=1e-12)
     assert len(losses(here / "out" / "one")[2]) == (20 if script == "changed.py" else 0)
+
+
+def test_an_average_that_training_keeps_is_that_of_all_processes(here):
+    """And so are the logits that use it."""
+    split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
+    two = torchrun("centred.py", *FLAGS, *split, "--out_dir=out/two", cwd=here)
+    process = run_script(
+        here / "centred.py", *FLAGS, "--batch_size=8", "--out_dir=out/one", cwd=here
+    )
+    assert process.returncode == 0, process.stderr
+    finish(two)
+    one, other = weights(here / "out" / "one"), weights(here / "out" / "two")
+    assert one["transformer.average"].abs().max() > 0.01
+    assert largest_difference(one, other) < 1e-12
 
 
 @pytest.mark.slow
