@@ -215,16 +215,17 @@ def load(model_class: type, directory: str | Path, tensors=None, allow_changed=F
     perhaps tokenizer.json, as `save` or Hugging Face's GPT2LMHeadModel write them.
 
     tensors: {name: tensor} in the place of model.safetensors. changes: fields of its config to
-    change, such as dropout=0.1 for training on. Raises OSError; ValueError for sizes that the
-    weights do not have, and for a tensor of another shape; of these ChangedModelError for a tensor
-    that is missing or left over (masks that Hugging Face stores, a tied lm_head.weight and biases
-    of zeros may be), and where model.py computes something else. With allow_changed there is none:
-    what is missing is as a new model has it, and a line says so."""
+    change, such as dropout=0.1 for training on. Raises OSError; ValueError for sizes or shapes that
+    do not fit, and for a tensor of a GPT-2 that is missing; its subclass ChangedModelError for
+    another tensor that is missing or left over (masks that Hugging Face stores, a tied
+    lm_head.weight and biases of zeros may be left over), and for other logits. With allow_changed
+    no ChangedModelError: what is missing is as in a new model, and a line names it."""
     directory = Path(directory)
     stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(directory / "model.safetensors") if tensors is None else tensors
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    config = model_class.config_class(**stored_sizes(model_class, stored) | changes)
+    sizes = stored_sizes(model_class, stored)
+    config = model_class.config_class(**sizes | changes)
     check_sizes(config, stored, tensors)  # before memory is taken for them
     try:
         with contextlib.nullcontext() if allow_changed else SkipInit():
@@ -232,6 +233,8 @@ def load(model_class: type, directory: str | Path, tensors=None, allow_changed=F
         new, unused = model.load_state_dict(as_in_state_dict(model, tensors), strict=False)
         parts = [("it has no", new), ("model.py has no", unused)]
         difference = "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
+        if difference and any(changes.get(n, v) != v for n, v in sizes.items() if n != "dropout"):
+            raise ValueError(difference)  # of a flag, not of another model.py
         if difference and not allow_changed:
             raise ChangedModelError(difference)
         if not allow_changed:

@@ -103,10 +103,7 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
     """A new model to train, or a checkpoint's, of which train.py's configuration may change what
     leaves its logits as they are, such as dropout or the weight of a term of the loss."""
     names = [field.name for field in fields(model_class.config_class)]
-    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-        if name not in names:
-            what = f"{model_class.config_class.__name__} has no {name}"
-            raise UserError(f"model.py: {what}; flags, plans and config.json go by that name")
+    check_names(model_class)
     sizes = {name: getattr(config, name) for name in names}
     if source is None:
         multiple = config.vocab_multiple
@@ -122,10 +119,20 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
     return model.train()
 
 
+def check_names(model_class: type):
+    """Raises UserError where a size has another name than flags and files give it."""
+    config_class = model_class.config_class
+    for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+        if name not in config_class.__dataclass_fields__:
+            what = f"{config_class.__name__} has no {name}"
+            raise UserError(f"model.py: {what}; keep that name: flags and config.json use it")
+
+
 def take_sizes(config: Any, given: dict, model_class: type, source: Path) -> int:
     """Give train.py's configuration the sizes of the model in a checkpoint, but for what flags say
     of them. Returns the longest sequence that the model allows; they may be shorter. Raises
     UserError for longer ones."""
+    check_names(model_class)
     stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
     if stored["vocab_size"] % config.vocab_multiple:
         if "vocab_multiple" in given:

@@ -153,10 +153,10 @@ class Processes:
 
     @torch.no_grad()
     def average_buffers(self, model: torch.nn.Module):
-        """What training keeps in buffers, such as a moving average, becomes the mean of all
-        processes, as gradients do."""
+        """What training keeps in stored floating-point buffers, such as a moving average, becomes
+        the mean of all processes, as gradients do; a constant stays what it is."""
         for buffer in map(model.get_buffer, self.averages if self.world_size > 1 else []):
-            buffer.copy_(self.sum(buffer.clone()) / self.world_size)
+            buffer.copy_(self.sum(buffer.double()) / self.world_size)
 
 
 def recompute_activations(model: torch.nn.Module, compile_blocks: bool):

@@ -63,6 +63,8 @@ class Centred(train.GPT):
     def __init__(self, config):
         super().__init__(config)
         self.register_buffer("average", torch.zeros(config.n_embd))
+        floor = torch.tensor([torch.finfo(torch.float32).min], dtype=torch.float32)
+        self.register_buffer("floor", floor)
 
     def logits(self, x):
         logits = self.lm_head(x - self.average)
@@ -213,10 +215,11 @@ def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here
     assert len(losses(here / "out" / "one")[2]) == (20 if script == "changed.py" else 0)
 
 
-def test_an_average_that_training_keeps_is_that_of_all_processes(here):
-    """And so are the logits that use it."""
+@pytest.mark.parametrize("more", [[], pytest.param(["--fsdp"], marks=pytest.mark.slow)])
+def test_an_average_that_training_keeps_is_that_of_all_processes(here, more):
+    """And so are the logits that use it; a constant stays."""
     split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
-    two = torchrun("centred.py", *FLAGS, *split, "--out_dir=out/two", cwd=here)
+    two = torchrun("centred.py", *FLAGS, *split, *more, "--out_dir=out/two", cwd=here)
     process = run_script(
         here / "centred.py", *FLAGS, "--batch_size=8", "--out_dir=out/one", cwd=here
     )
@@ -224,6 +227,7 @@ def test_an_average_that_training_keeps_is_that_of_all_processes(here):
     finish(two)
     one, other = weights(here / "out" / "one"), weights(here / "out" / "two")
     assert one["transformer.average"].abs().max() > 0.01
+    assert torch.equal(one["transformer.floor"], other["transformer.floor"])
     assert largest_difference(one, other) < 1e-12
 
 
