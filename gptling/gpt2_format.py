@@ -233,7 +233,7 @@ def load(model_class: type, directory: str | Path, tensors=None, allow_changed=F
         new, unused = model.load_state_dict(as_in_state_dict(model, tensors), strict=False)
         parts = [("it has no", new), ("model.py has no", unused)]
         difference = "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
-        if difference and any(changes.get(n, v) != v for n, v in sizes.items() if n != "dropout"):
+        if difference and resized(sizes, changes):
             raise ValueError(difference)  # of a flag, not of another model.py
         if difference and not allow_changed:
             raise ChangedModelError(difference)
@@ -264,6 +264,11 @@ def stored_sizes(model_class: type, stored: dict) -> dict:
     stored = {"bias": True} | stored  # GPT-2's own does not say so
     names = {f.name: HF_NAMES.get(f.name, f.name) for f in fields(model_class.config_class)}
     return {ours: stored[theirs] for ours, theirs in names.items() if theirs in stored}
+
+
+def resized(sizes: dict, changes: dict) -> dict:
+    """Those of the changes that are not as it is stored; dropout is never why loading fails."""
+    return {n: v for n, v in changes.items() if n != "dropout" and sizes.get(n, v) != v}
 
 
 def check_sizes(config, stored: dict, tensors: dict[str, torch.Tensor]):

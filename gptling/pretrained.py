@@ -93,9 +93,8 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
             way_out = f"train.py --init_from={path} --allow_changed_model=True trains on from it"
             reason = f"{words}: {error}; {way_out}"
         stored = gpt2_format.stored_sizes(model_class, read_json(path / "config.json"))
-        for name, value in changes.items():  # of which dropout is never why
-            if name in stored and stored[name] != value and name != "dropout":
-                reason = f"{name}={value}, where it has {stored[name]}: {reason}"
+        for name, value in gpt2_format.resized(stored, changes).items():
+            reason = f"{name}={value}, where it has {stored[name]}: {reason}"
         raise UserError(f"{path}: {reason}") from None
 
 
