@@ -48,7 +48,8 @@ class Muon(torch.optim.Optimizer):
                     batches.setdefault(part[0].shape[-2:], []).append(part)
             for (rows, columns), parts in sorted(batches.items()):
                 updates = torch.cat([u.reshape(-1, rows, columns) for _, u in parts])
-                updates = orthogonalise(updates.to(self.dtype))
+                exact = self.dtype == torch.float32 and updates.device.type == "cpu"
+                updates = orthogonalise(updates.to(self.dtype), exact=exact)
                 scale = math.sqrt(max(1, rows / columns))  # taller ones write more
                 sizes = [weight.numel() // (rows * columns) for weight, _ in parts]
                 for (weight, _), update in zip(parts, updates.split(sizes), strict=True):
@@ -58,20 +59,21 @@ class Muon(torch.optim.Optimizer):
                 p.copy_(shard(weight, p))
 
 
-def orthogonalise(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalise(x: torch.Tensor, steps: int = 5, exact: bool = False) -> torch.Tensor:
     """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration. From x
     with singular values of at most 1, a step is, with the Gram matrix x x^T:
 
         x = (a + b gram + c gram^2) x
 
-    Where x is long its Gram matrix is smaller, and several steps are taken in that (Zhang et al.
-    2026). Its rounding grows by a^2 = 12 a step: after three of bfloat16, or TF32, it is made
-    anew."""
+    If x is long, its Gram matrix is smaller, and several steps are done in that (Zhang et al.
+    2026). Rounding errors grow by a^2 = 12 a step. So bfloat16 and TF32 compute the Gram matrix
+    again after three steps, and of a short x, with few singular values to share its norm, after
+    each. exact: whether matmuls are in full float32, which never needs that."""
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # the smaller matmul of the two
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    square, exact = x.size(1) == x.size(2), x.dtype == torch.float32 and x.device.type == "cpu"
-    at_once = 1 if square else 5 if exact else 3
+    rows, columns = x.shape[1:]
+    at_once = 1 if rows == columns else 5 if exact else 1 if rows < 64 else 3
     for first in range(0, steps, at_once):
         x = steps_as_matrix(x @ x.mT, min(at_once, steps - first)) @ x
     return x.mT if tall else x
