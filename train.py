@@ -37,7 +37,8 @@ from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, us
 from gptling.files import is_plain_name
 from gptling.loss import objective_and_parts, use_loss_in_pieces
 from gptling.measure import plan_run
-from gptling.optim import Muon, check_finite, load_states
+from gptling.muon import Muon
+from gptling.optim import check_finite, load_states
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gptling.optim import orthogonalise
+from gptling.muon import orthogonalise
 
 
 class RoundToTF32(TorchFunctionMode):

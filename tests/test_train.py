@@ -24,7 +24,7 @@ from gptling.checkpoints import Progress, RunDirectory, list_checkpoints
 from gptling.cli import UserError
 from gptling.dataset import Dataset, get_sequences, open_tokens, prefetch, validation_starts
 from gptling.gpt2_format import load
-from gptling.optim import Muon
+from gptling.muon import Muon
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, one_process, output_of, run_here, run_script

@@ -1,0 +1,99 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz's iteration.
+
+Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
+Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/
+"""
+
+import math
+from typing import Any
+
+import torch
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon, with equal matrices orthogonalised in one batch (else a small model's step
+    takes half as long again), in `dtype` (a CPU without bfloat16 takes 28 times as long in it).
+
+    A parameter of three dimensions is a stack of matrices. One with an attribute `matrices`, a list
+    of numbers of rows, is so many matrices on top of each other, as queries, keys and values are
+    (as one matrix they take a few in a hundred steps more). One without a gradient is left out.
+    Of sharded ones each process gathers the whole, weights and updates of all at once."""
+
+    def __init__(self, params, dtype: torch.dtype, lr=0.02, momentum=0.95, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            batches = {}  # (rows, columns): [(weight, update)], parts of parameters
+            gathered = []  # (sharded parameter, the whole of it)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                first_moment = self.state[p]["momentum_buffer"]
+                first_moment.lerp_(p.grad, 1 - momentum)
+                weight, update = p, p.grad.lerp(first_moment, momentum)  # Nesterov's
+                if hasattr(p, "full_tensor"):
+                    weight, update = p.full_tensor(), update.full_tensor()
+                    gathered.append((p, weight))
+                rows = getattr(p, "matrices", p.size(-2))
+                parts = (t.split(rows, dim=-2) for t in (weight, update))
+                for part in zip(*parts, strict=True):
+                    batches.setdefault(part[0].shape[-2:], []).append(part)
+            for (rows, columns), parts in sorted(batches.items()):
+                updates = torch.cat([u.reshape(-1, rows, columns) for _, u in parts])
+                exact = self.dtype == torch.float32 and updates.device.type == "cpu"
+                updates = orthogonalise(updates.to(self.dtype), exact=exact)
+                scale = math.sqrt(max(1, rows / columns))  # taller ones write more
+                sizes = [weight.numel() // (rows * columns) for weight, _ in parts]
+                for (weight, _), update in zip(parts, updates.split(sizes), strict=True):
+                    weight.mul_(1 - lr * group["weight_decay"])
+                    weight.add_(update.view_as(weight), alpha=-lr * scale)
+            for p, weight in gathered:
+                p.copy_(shard(weight, p))
+
+
+def orthogonalise(x: torch.Tensor, steps: int = 5, exact: bool = False) -> torch.Tensor:
+    """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration. From x
+    with singular values of at most 1, a step is, with the Gram matrix x x^T:
+
+        x = (a + b gram + c gram^2) x
+
+    If x is long, its Gram matrix is smaller, and several steps are done in that (Zhang et al.
+    2026). Rounding errors grow by a^2 = 12 a step. So bfloat16 and TF32 compute the Gram matrix
+    again after three steps, and of a short x, with few singular values to share its norm, after
+    each. exact: whether matmuls are in full float32, which never needs that."""
+    tall = x.size(1) > x.size(2)
+    x = x.mT if tall else x  # the smaller matmul of the two
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    rows, columns = x.shape[1:]
+    at_once = 1 if rows == columns else 5 if exact else 1 if rows < 64 else 3
+    for first in range(0, steps, at_once):
+        x = steps_as_matrix(x @ x.mT, min(at_once, steps - first)) @ x
+    return x.mT if tall else x
+
+
+def steps_as_matrix(gram: torch.Tensor, steps: int) -> torch.Tensor:
+    """What so many steps multiply x by, of its Gram matrix (n, rows, rows) alone."""
+    a, b, c = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024
+    product = None
+    for step in range(steps):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        product = factor @ product if step else factor
+        if step + 1 < steps:
+            gram = factor @ gram @ factor  # that of factor x
+    return product
+
+
+def shard(value: Any, like: torch.Tensor) -> Any:
+    """A tensor sharded as another of its shape is; what has no such shape as it is."""
+    if not hasattr(like, "device_mesh") or getattr(value, "shape", None) != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # slow to import
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
