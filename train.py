@@ -84,7 +84,7 @@ class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
     seed: int = 1337  # of initialisation, order of sequences, dropout and samples
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
-    compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: on CUDA
+    compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: in longer runs on CUDA
     recompute: bool = False  # activation checkpointing: recompute activations in the backward pass
     deterministic: bool = False  # the same numbers in every run on a GPU too, which costs time
     fsdp: bool = False  # shard the model over the processes, for one too large for a GPU
@@ -160,6 +160,14 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
     return nats / data.val_targets, nats / (math.log(2) * max(1, data.val_bytes))
 
 
+def compiling_pays(model: GPT, config: TrainConfig) -> bool:
+    """Whether a run on a GPU will be longer than two minutes, since compiling takes half of one:
+    by --minutes, or by 6 FLOPs a parameter and token (Kaplan et al. 2020) at 100 TFLOP/s."""
+    sequences = config.max_iters * config.batch_size * config.gradient_accumulation_steps
+    flops = 6 * sum(p.numel() for p in model.parameters()) * sequences * config.block_size
+    return (60 * config.minutes or flops / 1e14) > 120
+
+
 def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
     """(model, the same over all processes, that compiled, autocast, matmuls' dtype, optimizers)"""
     seed_generators(config.seed)
@@ -168,8 +176,11 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     # bfloat16 took 1.45 times as long as float32 at a width of 64, and 0.56 times at 128.
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
-    compile = device == "cuda" if config.compile == "auto" else config.compile
-    use_loss_in_pieces(model, compile)
+    compile = config.compile
+    if compile == "auto":
+        compile = device == "cuda" and compiling_pays(model, config)
+    rows = micro_batches(config, processes.world_size)[0] * config.block_size
+    use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
         keep_freed_memory()
         use_float32_attention(model)
@@ -227,7 +238,7 @@ def main():
     config.vocab_size = model.config.vocab_size
     if config.eval_only:
         with autocast:
-            print_evaluation(config.init_from, data, *evaluate(compiled, data, config, processes))
+            print_evaluation(config.init_from, data, *evaluate(parallel, data, config, processes))
         return
 
     _, micro_steps = micro_batches(config, world_size)
@@ -302,7 +313,7 @@ def main():
         if evaluate_now:
             with report.paused():
                 with autocast:
-                    val_loss, bits_per_byte = evaluate(compiled, data, config, processes)
+                    val_loss, bits_per_byte = evaluate(parallel, data, config, processes)
                 train_loss = loss_sum.item() / progress.loss_steps
                 check_finite("a loss", train_loss + val_loss, done, config)  # before it is saved
                 loss_sum.zero_()

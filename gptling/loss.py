@@ -54,7 +54,10 @@ def loss_in_pieces(
     to_logits: Callable, losses: Callable, x: torch.Tensor, targets: torch.Tensor, rows: int = 0
 ) -> torch.Tensor:
     """losses(to_logits(x), targets), (B T,), for GPT.loss_in_pieces: hidden states x (B, T, C),
-    targets (B, T); to_logits gives (B, T, V), losses (N,) from `rows` of (N, V) and (N,)."""
+    targets (B, T); to_logits gives (B, T, V), losses (N,) from `rows` of (N, V) and (N,). A
+    compiler fuses the whole of it, and gets it whole."""
+    if torch.compiler.is_compiling():
+        return losses(to_logits(x).flatten(0, 1), targets.flatten())
 
     def rows_of(logits):
         return rows or max(1, LOGITS_AT_ONCE.get(logits.device.type, 1 << 27) // logits.size(1))
@@ -79,9 +82,10 @@ def loss_in_pieces(
     return LossesInPieces.apply(logits, targets.flatten(), losses, rows_of(logits), in_place)
 
 
-def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
-    """Let a model have its loss from loss_in_pieces, if that gives the same loss and gradients;
-    compile: whether the model will be compiled."""
+def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
+    """Let a model have its loss from loss_in_pieces, if that gives the same loss and gradients.
+    rows: of logits in a micro-batch of a model that will be compiled, which holds them all at once
+    if a GPU has room for four times as much in float32; 0 if none is compiled."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     idx = torch.arange(min(8, model.config.block_size), device=next(model.parameters()).device)
     idx = idx[None] % model.config.vocab_size
@@ -107,8 +111,12 @@ def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
     if not same or rest != 0 or rest.requires_grad:
         print("forward's own loss is used, and takes more memory: in pieces it is another")
         model.loss_in_pieces = None
-    else:  # compiled, it is left out: it differentiates inside. That imports the compiler, in 0.9 s
-        model.loss_in_pieces = torch.compiler.disable(loss_in_pieces) if compile else loss_in_pieces
+    else:  # out of the compiled graph it differentiates inside; that imports the compiler, in 0.9 s
+        free = torch.cuda.mem_get_info()[0] if rows and torch.cuda.is_available() else 0
+        in_graph = not rows or 16 * rows * model.config.vocab_size < free
+        model.loss_in_pieces = (
+            loss_in_pieces if in_graph else torch.compiler.disable(loss_in_pieces)
+        )
 
 
 @contextlib.contextmanager

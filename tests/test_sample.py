@@ -1,5 +1,7 @@
 """sample.py: text as a user gets it."""
 
+import contextlib
+import copy
 import gc
 import json
 import math
@@ -430,7 +432,7 @@ def test_faster_layers_whose_logits_are_no_numbers_are_left_out(monkeypatch, cap
     model, idx = random_model(GPT, n_embd=256), torch.randint(97, (1, 8))
     expected = torch.cat(list(model.generate(idx, 5, temperature=0.0)))
     assert torch.equal(torch.cat(list(speed_up(model).generate(idx, 5, temperature=0.0))), expected)
-    assert "the faster layers give other logits, by inf" in capsys.readouterr().err
+    assert "the fast one gives other logits, by inf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("length", [1, 8, 40])
@@ -457,7 +459,7 @@ def test_faster_layers_that_compute_something_else_are_left_out(wrong, length, m
     expected = torch.cat(list(model.generate(idx, 50, **options)))  # past the window
     fast = speed_up(model, compile="compiled" in wrong)
     assert torch.equal(torch.cat(list(fast.generate(idx, 50, **options))), expected)
-    assert capsys.readouterr().err.count("the faster layers give other logits") == 1
+    assert capsys.readouterr().err.count("the fast one gives other logits") == 1
     assert torch.equal(torch.cat(list(fast.generate(idx, 50, **options))), expected)
 
 
@@ -482,6 +484,36 @@ def test_a_hook_that_only_looks_on_is_called(compile, monkeypatch):
     seen.clear()
     steps(fast, torch.randint(97, (1, 12)))
     assert seen == {8: 1024, 1: 1024}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_graph_of_a_step_changes_no_text(padded, monkeypatch):
+    """On a CPU, with a graph that does again what was captured. A GPU's: tests/test_gpu.py."""
+    replays = []
+
+    class Graph:
+        def replay(self):
+            replays.append(1)
+            step = fast_step
+            step.visible.index_fill_(1, step.slot, True)
+            step.logits.copy_(step.plain(step.idx, step.visible, step.static))
+
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    monkeypatch.setattr("torch.cuda.Stream", lambda: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    model, idx = random_model(GPT), torch.randint(97, (3, 8))
+    mask = torch.arange(8) >= torch.tensor([[0], [3], [7]]) if padded else None
+    options = {"temperature": 0.0, "padding_mask": mask}
+    expected = torch.stack(list(model.generate(idx, 100, **options)))  # past the window
+    fast = copy.deepcopy(model)
+    fast_step = decoding.GraphedStep(fast, compile=False)
+    fast.next_logits = fast_step
+    fast.next_logits = decoding.verified(fast, model)
+    for _ in range(2):
+        assert torch.equal(torch.stack(list(fast.generate(idx, 100, **options))), expected)
+    assert len(replays) > 180 and fast.next_logits is fast_step
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def worker(case: dict):
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
         model = GPT(config).to(device).train()
-        use_loss_in_pieces(model, compile=device == "cuda")
+        use_loss_in_pieces(model, batch_size * config.block_size if device == "cuda" else 0)
         if device == "cpu":
             use_float32_attention(model)
         for block in model.h if case.get("recompute") else ():
