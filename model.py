@@ -73,8 +73,8 @@ class KVCache:
 
 
 def check_length(length: int, block_size: int):
-    if length > block_size:
-        raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
+    message = f"a sequence of {length} tokens is longer than block_size={block_size}"
+    require(length <= block_size, message)
 
 
 class MultiHeadAttention(nn.Module):
@@ -111,15 +111,11 @@ class MultiHeadAttention(nn.Module):
         past = 0 if cache is None else cache.length  # keys before that of the first query
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs); of a context k, v (B, nh, S, hs)
         if cache is not None:
-            k, v = cache.append(k, v, self.block_size)
-        T, S, has_key = q.size(2), k.size(2), None  # k, v (B, nh, S, hs)
-        # case                  past  T    what the kernel is told, if mask() says no more than this
-        # training, prefill     0     S    is_causal: its own triangle, which has query 0 at key 0
-        # one token             > 0   1    nothing: it attends to all keys
-        # several after a past  > 0   > 1  their rows of mask()
-        # padding               any   any  mask(), which hides padded keys, too
+            k, v = cache.append(k, v, self.block_size)  # (B, nh, S, hs)
+        T, S, has_key = q.size(2), k.size(2), None
         if padding_mask is None and (past == 0 or T == 1) and self.has_plain_mask():
-            options = {"is_causal": self.causal if past == 0 else False}
+            # The kernel's own mask is faster; a single query after others attends to all keys.
+            options = {"is_causal": self.causal and past == 0}
         else:
             mask, has_key = self.mask(T, S, past, padding_mask)
             options = {"attn_mask": mask}
@@ -304,14 +300,13 @@ class GPT(nn.Module):
         # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
         token_std = min(0.02, math.sqrt(0.03 * math.log(V) / C))  # of embeddings, output layers
         in_blocks = {module for module in self.h.modules() if isinstance(module, nn.Linear)}
-        residual = {module for b in self.h for module in (b.attn.c_proj, b.mlp.c_proj)}
         touched = set()
-        for module in self.modules():
+        for name, module in self.named_modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.reset_parameters()  # 1, biases 0
             elif isinstance(module, nn.Embedding | nn.Linear):
                 std = linear_std if module in in_blocks else token_std
-                std = std / math.sqrt(2 * n_layer) if module in residual else std
+                std = std / math.sqrt(2 * n_layer) if name.endswith("c_proj") else std
                 if module.weight not in touched:  # else it is tied to an embedding
                     nn.init.normal_(module.weight, mean=0.0, std=std)
                 if getattr(module, "bias", None) is not None:
