@@ -36,7 +36,7 @@ from gptling.dataset import Dataset, micro_batches, seed_generators
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
 from gptling.loss import objective_and_parts, use_loss_in_pieces
-from gptling.measure import plan_run
+from gptling.plan import plan_run
 from gptling.muon import Muon
 from gptling.optim import check_finite, load_states
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
@@ -225,7 +225,7 @@ def main():
         config.minutes = 1.0
     if (config.minutes or "minutes" in kept) and not (state or config.eval_only):
         set_up_candidate = partial(set_up, source=source, processes=processes)
-        plan_run(config, given, kept, derived, longest, set_up_candidate, processes)
+        plan_run(config, given, kept, longest, set_up_candidate, processes)
     if config.min_lr > config.learning_rate:
         raise UserError(f"--min_lr={config.min_lr}: at most --learning_rate={config.learning_rate}")
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)

@@ -21,7 +21,7 @@ from gptling.cli import UserError, in_words, optional_package
 from gptling.dataset import Dataset
 from gptling.devices import flops_utilisation
 from gptling.files import replace, writing
-from gptling.measure import STARTED
+from gptling.plan import STARTED
 from gptling.processes import Processes
 from gptling.tokenizers import start_token
 

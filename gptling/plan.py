@@ -1,0 +1,230 @@
+"""Plan a training run for a given time: train.py --minutes.
+
+The rules are fitted to the sweeps in docs/one_dial.md. Parameters grow with the tokens as in
+Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556; batches as in Bergsma et al. 2025,
+https://arxiv.org/abs/2505.13738.
+"""
+
+import copy
+import io
+import math
+import time
+from contextlib import redirect_stderr, redirect_stdout
+
+import torch
+
+from gptling.cli import UserError
+from gptling.dataset import Dataset, micro_batches
+from gptling.loss import objective_and_parts
+
+STARTED = time.perf_counter() - time.process_time()  # of the program: its imports took CPU time
+# Layers and widths to choose from: the largest model that sees enough tokens in the time.
+SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
+TOKENS_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
+MAX_EPOCHS, SHORT_TEXT_STEPS = 12, 200  # the larger of the two ends a run
+MAX_PARAMETERS_PER_TOKEN = 25  # of the text. Times the epochs, they are its memorisation:
+DROPOUT_MEMORISATION, MAX_MEMORISATION = 35, 200
+EVALUATING_SHARE, MEASURING_SHARE, MEASURING_SECONDS = 0.04, 0.1, 15.0  # of the time, at most
+RESERVE, DROPOUT_COST = 1.07, 1.4  # times a step: for data and the log; for dropout on a CPU
+SAVING, SAVING_PER_PARAMETER = 1.0, 1e-7  # seconds of a checkpoint and its sample: the larger
+
+
+def tokens_per_step(fields: dict) -> int:
+    return math.prod(fields[k] for k in ("batch_size", "block_size", "gradient_accumulation_steps"))
+
+
+class Planner:
+    """The rules. They plan the fields of train.py's configuration that are not `fixed`."""
+
+    def __init__(self, config, fixed: dict, data: Dataset, longest: float, set_up, processes):
+        self.config, self.fixed, self.data = config, fixed, data
+        self.set_up, self.processes, self.world_size = set_up, processes, processes.world_size
+        self.train_tokens, self.val_tokens = data.n_tokens, len(data.val)
+        self.vocab_size, self.longest = data.tokenizer.n_vocab, min(longest, data.longest)
+        self.compiling, self.memory = 0.0, math.inf  # seconds, bytes
+        if processes.device == "cuda":
+            self.memory = -0.8 * processes.all_reduce_max(-torch.cuda.mem_get_info()[0])
+
+    def plan(self) -> dict:
+        """Return the fields that make the best of the time. At most four settings are timed."""
+        candidate, step = self.choose_model()
+        steps = self.schedule(candidate, step)["max_iters"]
+        steps *= DROPOUT_COST if candidate["dropout"] else 1  # decided by a run without dropout
+        fields = self.fields_for(candidate, steps * tokens_per_step(candidate))
+        if fields != candidate:
+            step = self.time_step(fields)
+        return fields | self.schedule(fields, step) | self.fixed
+
+    def choose_model(self) -> tuple[dict, float]:
+        """Return the fields of the largest model that sees enough tokens, and a step's seconds."""
+        widest = max(self.fixed.get("n_embd", math.inf), SHAPES[0][1])
+        sizes = [self.sizes(*shape) for shape in SHAPES if shape[1] <= widest]
+        sizes = [s for i, s in enumerate(sizes) if s not in sizes[:i]]
+        models = [self.fields_for(s, self.enough_tokens(s)) for s in sizes]
+        most = MAX_PARAMETERS_PER_TOKEN * self.train_tokens
+        models[1:] = [m for m in models[1:] if self.fits(m) and self.parameters(m) <= most]
+        seconds = max(1.0, self.seconds_left())
+        per_token = {}  # seconds for a token, of the models that are measured
+
+        def sees_enough(i):  # a token's time grows a little less than the parameters do
+            near = min(per_token, key=lambda j: abs(j - i))
+            ratio = self.parameters(models[near]) / self.parameters(models[i])
+            return seconds / per_token[near] * ratio**0.85 >= self.enough_tokens(models[i])
+
+        best = 0 if "n_embd" in self.fixed else min(2, len(models) - 1)  # 2: bfloat16 may pay
+        while best not in per_token and len(per_token) < 3:
+            step = self.time_step(models[best])
+            per_token[best] = step / tokens_per_step(models[best])
+            best = max(filter(sees_enough, range(len(models))), default=0)
+        nearest = min(per_token, key=lambda i: abs(i - best))
+        # A larger one that is hardly slower is better.
+        chosen = max(i for i in per_token if per_token[i] <= 1.2 * per_token[nearest])
+        return models[chosen], per_token[chosen] * tokens_per_step(models[chosen])
+
+    def sizes(self, n_layer: int, n_embd: int) -> dict[str, int]:
+        """Return the sizes of a shape. Heads have 32 channels, or 64 from a width of 256."""
+        width = self.fixed.get("n_embd", n_embd)
+        heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)
+        n_head = self.fixed.get("n_head", next(n for n in heads if width % n == 0))
+        width = self.fixed.get("n_embd", math.ceil(width / n_head) * n_head)
+        return {"n_layer": self.fixed.get("n_layer", n_layer), "n_head": n_head, "n_embd": width}
+
+    def fields_for(self, sizes: dict, tokens: float) -> dict:
+        """Return the sizes with the dropout, sequences and batches for a run of so many tokens."""
+        memorisation = tokens / self.train_tokens * self.parameters(sizes) / self.train_tokens
+        tokens = min(tokens, ENOUGH_EPOCHS * self.train_tokens)  # later epochs do not count
+        block_size = 2 ** round(math.log2(max(64, tokens**0.6 / 72)))  # nearest power of two
+        fields = sizes | {
+            "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
+            "block_size": min(1024, block_size, self.longest),
+            "gradient_accumulation_steps": self.world_size,
+            "batch_size": 1,
+        }
+        fields |= {name: self.fixed[name] for name in fields.keys() & self.fixed.keys()}
+        if "batch_size" not in self.fixed:
+            sequences = max(1024, 9.3 * tokens**0.383) / tokens_per_step(fields)
+            accumulation = fields["gradient_accumulation_steps"]
+            multiple = math.lcm(accumulation, self.world_size) // accumulation
+            fields["batch_size"] = multiple * 2 ** max(0, round(math.log2(sequences / multiple)))
+        may_accumulate = not self.fixed.keys() & {"batch_size", "gradient_accumulation_steps"}
+        while may_accumulate and fields["batch_size"] % 2 == 0 and not self.fits(fields):
+            fields["batch_size"] //= 2
+            fields["gradient_accumulation_steps"] *= 2
+        shortest = math.inf if "block_size" in self.fixed else 64
+        while fields["block_size"] > shortest and not self.fits(fields):
+            fields["block_size"] //= 2
+        return fields
+
+    def schedule(self, fields: dict, step: float) -> dict:
+        """Return how many steps of `step` seconds fill the time with evaluations, and the rates."""
+        seconds, step = self.seconds_left() - SAVING, RESERVE * step
+        most = max(1.0, seconds / step)  # steps
+        n_evaluations = max(3, min(10, int(seconds // 60)))
+        interval = min(most, self.fixed.get("eval_interval", most / n_evaluations))
+        # Evaluating has no backward pass, so a token costs a third of its training.
+        share = int(EVALUATING_SHARE * interval * 3 * tokens_per_step(fields))
+        eval_tokens = self.fixed.get("eval_tokens", max(fields["block_size"], share))
+        eval_tokens = min(eval_tokens or self.val_tokens, self.val_tokens)
+        evaluation = eval_tokens / tokens_per_step(fields) * step / 3  # seconds
+        evaluation += max(SAVING, SAVING_PER_PARAMETER * self.parameters(fields))
+        if "eval_interval" in self.fixed:
+            n_evaluations = max(1.0, most / (interval + evaluation / step))
+        else:  # half of the time at most
+            n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / evaluation)))
+        steps = min(max(1, int(most - n_evaluations * evaluation / step)), self.max_steps(fields))
+        width = fields["n_embd"]
+        rate, muon_lr = 0.01 * min(1, 192 / width), 0.05 * min(1, math.sqrt(128 / width))
+        if self.fixed.get("optimizer") == "adamw":  # it trains the matrices, too
+            rate = 0.001 * math.sqrt(256 / width)
+        if self.fixed.get("init_from", "scratch") != "scratch":
+            rate, muon_lr = rate / 10, muon_lr / 10
+        return {
+            "max_iters": steps,
+            "warmup_iters": math.ceil(steps / 50),
+            "learning_rate": rate,
+            "min_lr": self.fixed.get("learning_rate", rate) / 100,
+            "muon_lr": muon_lr,
+            "eval_interval": math.ceil(steps / n_evaluations),
+            "eval_tokens": eval_tokens if eval_tokens < self.val_tokens else 0,
+        }
+
+    def parameters(self, sizes: dict) -> int:
+        """Return about how many parameters a GPT of these sizes has."""
+        width = sizes["n_embd"]
+        return 12 * sizes["n_layer"] * width**2 + width * self.vocab_size
+
+    def enough_tokens(self, sizes: dict) -> float:
+        """Return how many tokens a model should see."""
+        return min(TOKENS_PER_PARAMETER * self.parameters(sizes), ENOUGH_EPOCHS * self.train_tokens)
+
+    def max_steps(self, fields: dict) -> int:
+        """Return after how many steps a model begins to overfit a text that is short for it."""
+        epochs = min(MAX_EPOCHS, MAX_MEMORISATION * self.train_tokens / self.parameters(fields))
+        return max(SHORT_TEXT_STEPS, int(self.train_tokens * epochs / tokens_per_step(fields)))
+
+    def fits(self, fields: dict) -> bool:
+        """Return whether memory has room for the training state and a micro-batch's activations."""
+        tokens = fields["batch_size"] * fields["block_size"]
+        activations = 20 * fields["n_layer"] * fields["n_embd"] + 3 * self.vocab_size
+        return 20 * self.parameters(fields) + 4 * tokens * activations <= self.memory
+
+    def seconds_since(self, start: float) -> float:
+        return self.processes.all_reduce_max(round(1e6 * (time.perf_counter() - start))) / 1e6
+
+    def seconds_left(self) -> float:
+        return 60 * self.config.minutes - self.seconds_since(STARTED) - self.compiling
+
+    def time_step(self, fields: dict) -> float:
+        """Return the seconds of a step on random tokens: the lower quartile of 20 at most."""
+        candidate = copy.copy(self.config)
+        vars(candidate).update(fields)
+        batch_size, micro_steps = micro_batches(candidate, self.world_size)
+        idx = torch.randint(self.vocab_size, (batch_size, candidate.block_size))
+        idx = self.processes.to_device(idx)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the run says it
+            _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
+        limit = min(MEASURING_SHARE * 60 * self.config.minutes, MEASURING_SECONDS) / 4
+        times, spent = [], 0.0
+        # The first step allocates: it is the only one if it takes too long by itself.
+        while len(times) < 20 and spent <= limit * (4 if len(times) == 1 else 1):
+            start = time.perf_counter()
+            for _ in range(micro_steps):
+                with autocast:
+                    objective, _ = objective_and_parts(compiled(idx, idx))
+                objective.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            objective.item()  # waits for a GPU
+            times.append(self.seconds_since(start))
+            if len(times) == 1 and compiled is not parallel:
+                self.compiling = times[0]  # the run compiles once more
+            spent = sum(times) - self.compiling
+        if compiled is not parallel:
+            torch.compiler.reset()  # or the next shape would be compiled for all shapes
+        return sorted(times)[len(times) // 4]
+
+
+def plan_run(config, given: dict, said: set, longest: float, set_up, processes):
+    """Plan a run of config.minutes from the program's start: print the plan and write it into
+    train.py's configuration, where the fields in `said` stay. given: the flags on the command line;
+    longest: the longest sequence that --init_from allows; set_up: train.py's. Raises UserError."""
+    if not config.minutes or "max_iters" in given:
+        raise UserError(f"--minutes={config.minutes:g}: give either a time or --max_iters")
+    # A preset's numbers of steps belong to its own time.
+    names = said - ({"max_iters", "warmup_iters", "eval_interval"} - given.keys())
+    fixed = {name: getattr(config, name) for name in names}
+    fixed |= {} if hasattr(config, "dropout") else {"dropout": 0.0}  # a changed model has none
+    data = Dataset(config.dataset, fixed.get("block_size", 1), eval_tokens=1)
+    planner = Planner(config, fixed, data, longest, set_up, processes)
+    vars(config).update(planner.plan())
+    at_once = tokens_per_step(vars(config))
+    epochs = config.max_iters * at_once / data.n_tokens
+    muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""
+    ends = "; it ends before it overfits" * (config.max_iters >= planner.max_steps(vars(config)))
+    print(
+        f"plan for {config.minutes:g} min: {config.n_layer} layers of {config.n_embd}, "
+        f"{at_once // config.block_size} sequences of {config.block_size} a step, "
+        f"{config.max_iters:,} steps ({epochs:.1f} epochs), dropout {config.dropout:g}, "
+        f"learning_rate {config.learning_rate:.3g}{muon}{ends}"
+    )

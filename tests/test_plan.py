@@ -1,0 +1,467 @@
+"""--minutes: plans for simulated machines, the time of a step, and real planned runs."""
+
+import contextlib
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gptling.plan
+from gptling.cli import UserError
+from gptling.plan import SHAPES, Planner, tokens_per_step
+from model import GPT, GPTConfig
+from tests.conftest import ROOT, one_process, run_here, run_script
+from tests.test_processes import finish, torchrun
+from train import TrainConfig, set_up
+
+
+def corpus(tokens, vocab_size):
+    n_val, tokenizer = tokens // 10, SimpleNamespace(n_vocab=vocab_size)
+    return SimpleNamespace(
+        n_tokens=tokens, val=range(n_val), tokenizer=tokenizer, longest=n_val - 1
+    )
+
+
+NOTES, BOOK, BOOKS = corpus(30_000, 64), corpus(400_000, 1024), corpus(40_000_000, 8192)
+
+
+class Simulator(Planner):
+    """A machine on which a step takes 6 FLOPs for each parameter and token, and 1.4 times as long
+    with dropout."""
+
+    def __init__(self, data, minutes=5, flops=1e11, memory=math.inf, world_size=1, **fixed):
+        processes = SimpleNamespace(world_size=world_size, device="cpu")
+        super().__init__(None, fixed, data, math.inf, None, processes)
+        self.minutes, self.left, self.flops, self.memory = minutes, 60 * minutes, flops, memory
+        self.timed = []
+
+    def seconds_left(self):
+        return self.left
+
+    def seconds_of_step(self, fields):
+        step = 6 * self.parameters(fields) * tokens_per_step(fields) / self.flops
+        return step * (1.4 if fields["dropout"] else 1)
+
+    def time_step(self, fields):
+        self.timed.append(fields)
+        self.left -= 5 * self.seconds_of_step(fields)
+        return self.seconds_of_step(fields)
+
+
+def tokens_seen(fields):
+    return fields["max_iters"] * tokens_per_step(fields)
+
+
+def memorisation(planner, fields):
+    epochs = tokens_seen(fields) / planner.train_tokens
+    return epochs * planner.parameters(fields) / planner.train_tokens
+
+
+def test_parameters_are_counted_as_a_gpt_has_them():
+    planner = Simulator(BOOKS)
+    for n_layer, n_embd in ((2, 64), (3, 256)):
+        sizes = planner.sizes(n_layer, n_embd)
+        model = GPT(GPTConfig(64, 8192, bias=False, **sizes))
+        size = sum(parameter.numel() for parameter in model.parameters())
+        assert planner.parameters(sizes) == pytest.approx(size, rel=0.02)
+        assert sizes["n_embd"] // sizes["n_head"] == (32 if n_embd < 256 else 64)
+
+
+FIELDS = "n_layer n_head n_embd dropout block_size batch_size gradient_accumulation_steps max_iters"
+FIELDS += " learning_rate muon_lr eval_interval eval_tokens"
+ADAMW = {"optimizer": "adamw", "n_embd": 512}
+TRAINED = {"init_from": "gpt2", "batch_size": 3, "block_size": 100}
+EVALUATED = {"eval_interval": 20, "eval_tokens": 100_000}
+RATE = {"eval_tokens": 0, "learning_rate": 0.003}
+THREE = {"world_size": 3, "gradient_accumulation_steps": 4}
+PLANS = [
+    (NOTES, 1, {}, "2 4 128 0.1 64 16 1 351 0.01 0.05 117 0"),
+    (BOOK, 0.5, {}, "2 4 128 0 64 32 1 355 0.01 0.05 119 34080"),
+    (BOOK, 2, {}, "2 6 192 0 64 32 1 789 0.01 0.040825 263 0"),
+    (BOOK, 8, {}, "3 4 256 0.1 64 32 1 930 0.0075 0.035355 133 34546"),
+    (BOOK, 60, {}, "4 6 384 0.1 64 32 1 2091 0.005 0.028868 210 0"),
+    (BOOKS, 1, {}, "2 2 64 0 64 32 1 640 0.01 0.05 214 57774"),
+    (BOOKS, 10, {}, "2 6 192 0 128 32 1 870 0.01 0.040825 97 50289"),
+    (BOOKS, 100, {}, "3 4 256 0 256 32 1 2445 0.0075 0.035355 245 250888"),
+    (BOOKS, 5, {"n_embd": 300}, "2 4 300 0 64 32 1 452 0.0064 0.03266 113 29396"),
+    (BOOKS, 5, {"n_head": 6}, "2 6 132 0 128 16 1 1426 0.01 0.049237 357 92602"),
+    (BOOKS, 5, ADAMW, "2 8 512 0 64 16 1 387 0.00070711 0.025 97 12606"),
+    (BOOKS, 5, TRAINED, "2 4 128 0 100 3 1 10188 0.001 0.005 2547 96864"),
+    (BOOKS, 5, EVALUATED, "2 4 128 0 64 32 1 756 0.01 0.05 20 100000"),
+    (BOOKS, 5, RATE, "2 4 128 0 64 32 1 916 0.003 0.05 916 0"),
+    (BOOKS, 5, THREE, "2 4 128 0 128 6 4 986 0.01 0.05 247 96045"),
+    (BOOKS, 1000, {"memory": 1e9}, "6 8 512 0 512 2 8 4741 0.00375 0.025 475 485680"),
+]
+
+
+@pytest.mark.parametrize("data, minutes, options, numbers", PLANS)
+def test_plans_are_those_that_were_stored(data, minutes, options, numbers):
+    """They follow from the rules in docs/one_dial.md on a machine of 1e11 FLOPs a second."""
+    fields = Simulator(data, minutes, **options).plan()
+    plan = [fields[name] for name in FIELDS.split()]
+    assert plan == pytest.approx(list(map(float, numbers.split())), rel=1e-4)
+    assert fields["warmup_iters"] == math.ceil(fields["max_iters"] / 50)
+    assert fields["min_lr"] == pytest.approx(fields["learning_rate"] / 100)
+
+
+@pytest.mark.parametrize("data", [BOOK, BOOKS])
+@pytest.mark.parametrize("of", ["minutes", "flops"])
+def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(data, of):
+    start, sizes, seen = {"minutes": 2, "flops": 1e11}, [], []
+    for n in range(16):
+        planner = Simulator(data, **start | {of: start[of] * 1.7**n})
+        fields = planner.plan()
+        sizes.append(planner.parameters(fields))
+        seen.append(tokens_seen(fields))
+        assert n == 15 or seen[-1] > 0.75 * min(1.5 * sizes[-1], 4 * data.n_tokens)
+        assert seen[-1] <= 12 * data.n_tokens and memorisation(planner, fields) <= 200
+    assert sizes == sorted(sizes) and sizes[-1] > 3 * sizes[0]
+
+
+TIMES = [(data, minutes, {}) for data in (BOOK, BOOKS) for minutes in (0.2, 1, 5, 20, 120)]
+TIMES += [(BOOKS, minutes, {"eval_tokens": 0}) for minutes in (5, 20, 60)]
+TIMES += [
+    (BOOKS, 5, {"eval_interval": 20, "eval_tokens": 100_000}),
+    (BOOKS, 5, {"eval_interval": 10**6}),
+    (BOOKS, 5, {"eval_interval": 10**6, "eval_tokens": 2_000_000}),
+    (BOOKS, 5, {"n_layer": 12, "n_embd": 768, "n_head": 12, "flops": 1e13, "eval_tokens": 1024}),
+    (BOOKS, 5, {"batch_size": 64, "block_size": 512, "gradient_accumulation_steps": 3}),
+]
+
+
+@pytest.mark.parametrize("data, minutes, options", TIMES)
+def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, minutes, options):
+    planner = Simulator(data, minutes, **options)
+    fields = planner.plan()
+    step = planner.seconds_of_step(fields)
+    n = math.ceil(fields["max_iters"] / fields["eval_interval"])
+    tokens = fields["eval_tokens"] or len(data.val)
+    evaluating = tokens * step / tokens_per_step(fields) / 3  # without a backward pass
+    saving = max(1, planner.parameters(fields) / 1e7)
+    spent = 60 * minutes - planner.left + fields["max_iters"] * step + n * (evaluating + saving)
+    used_up = tokens_seen(fields) > 0.99 * planner.max_steps(fields) * tokens_per_step(fields)
+    assert spent < 60 * minutes
+    assert spent > 0.85 * 60 * minutes - 6 or used_up
+    if not options:
+        assert n * evaluating < 0.05 * 60 * minutes and 3 <= n <= 10
+
+
+@pytest.mark.parametrize("minutes", [0.5, 5, 500])
+@pytest.mark.parametrize("tokens", [300, 3000, 30_000])
+def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
+    planner = Simulator(corpus(tokens, 64), minutes)
+    fields = planner.plan()
+    assert tokens_seen(fields) <= max(12 * tokens, 200 * tokens_per_step(fields))
+    smallest = planner.parameters(planner.sizes(*SHAPES[0]))
+    assert planner.parameters(fields) <= max(25 * tokens, smallest)
+    assert fields["block_size"] == min(64, tokens // 10 - 1)
+
+
+def test_a_machine_whose_speed_jumps_is_not_measured_for_ever():
+    rng = random.Random(0)
+
+    class Moody(Simulator):
+        def time_step(self, fields):
+            return super().time_step(fields) * 10 ** rng.uniform(-1, 1)
+
+    for _ in range(100):
+        planner = Moody(BOOKS, 20)
+        fields = planner.plan()
+        assert len({timed["n_embd"] for timed in planner.timed}) <= 3
+        assert len(planner.timed) <= 4 and any(t.items() <= fields.items() for t in planner.timed)
+
+
+def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_little():
+    """As on a CPU where bfloat16 pays from a width of 128 on."""
+
+    class TwoCores(Simulator):
+        def seconds_of_step(self, fields):
+            step = {64: 0.088, 96: 0.115, 128: self.of_128}[fields["n_embd"]]
+            return step * tokens_per_step(fields) / 2048
+
+    for TwoCores.of_128, n_embd in {0.098: 128, 0.105: 128, 0.107: 64}.items():
+        assert TwoCores(corpus(2_147_393, 8192), 0.8).plan()["n_embd"] == n_embd
+
+
+@pytest.mark.parametrize("minutes", [0.2, 0.3, 0.5, 1, 2, 5])
+@pytest.mark.parametrize("tokens", [10_000, 25_000, 60_000, 150_000, 400_000])
+def test_dropout_is_decided_by_the_tokens_that_are_trained(tokens, minutes):
+    """Without it: it stays if it leaves time for fewer epochs."""
+    planner = Simulator(corpus(tokens, 512), minutes, 3e10)
+    fields = planner.plan()
+    longer = 1.4 if fields["dropout"] else 1
+    assert (fields["dropout"] == 0.1) == (longer * memorisation(planner, fields) >= 35)
+    assert fields["dropout"] in (0, 0.1)
+
+
+@pytest.mark.parametrize(
+    "tokens, vocab_size, layers, width, epochs, dropout",
+    [
+        (159_089, 512, 3, 128, 6, 0.0),  # 1.908 bits per byte, with dropout 2.006
+        (159_089, 512, 2, 192, 8, 0.1),  # 1.898, without 1.947
+        (159_089, 512, 4, 256, 8, 0.1),  # 1.839, without 1.945
+        (317_847, 2048, 2, 192, 3.8, 0.0),
+        (317_847, 2048, 3, 256, 9, 0.1),  # 2.110, without 2.277
+        (2_273_252, 4096, 3, 256, 4.5, 0.0),
+    ],
+)
+def test_dropout_is_where_it_was_better(tokens, vocab_size, layers, width, epochs, dropout):
+    """docs/one_dial.md"""
+    planner = Simulator(corpus(tokens, vocab_size))
+    fields = planner.fields_for(planner.sizes(layers, width), epochs * tokens)
+    assert fields["dropout"] == dropout
+
+
+@pytest.mark.parametrize(
+    "tokens, text, block_size",
+    [
+        (1.2e6, 159_089, 64),  # 1.898 bits per byte, with 128 1.920
+        (1.5e6, 2_272_967, 64),  # 1.665, with 128 1.693
+        (2.6e6, 2_272_967, 128),  # 1.478, with 64 1.481
+        (5.4e6, 2_272_967, 128),  # 1.364, with 256 1.376
+        (8.3e6, 2_272_967, 256),  # 1.291, with 128 1.321
+        (9.8e6, 2_272_967, 256),  # 1.194, with 128 1.269
+        (20e6, 159_089, 64),  # a text seen 126 times counts as if it were four
+    ],
+)
+def test_sequences_have_the_length_that_was_better(tokens, text, block_size):
+    """docs/one_dial.md"""
+    planner = Simulator(corpus(text, 4096))
+    fields = planner.fields_for(planner.sizes(3, 256), tokens)
+    assert fields["block_size"] == block_size
+
+
+@pytest.mark.parametrize("n_embd, n_layer", {32: 2, 100: 2, 192: 2, 300: 3, 512: 6}.items())
+def test_a_given_width_has_at_most_the_layers_of_its_shape(n_embd, n_layer):
+    plans = [Simulator(BOOKS, minutes, 1e12, n_embd=n_embd).plan() for minutes in (0.1, 1000)]
+    assert [plan["n_layer"] for plan in plans] == [2, n_layer]
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        dict(n_layer=7, n_embd=80, block_size=50, batch_size=3, learning_rate=1e-4, dropout=0.3),
+        dict(n_layer=16, eval_interval=7, warmup_iters=3),
+        dict(n_head=6, muon_lr=0.2, min_lr=0.01, eval_tokens=500),
+        dict(gradient_accumulation_steps=5, learning_rate=0.3, init_from="out/other"),
+        dict(n_layer=3, n_head=5, n_embd=100, seed=7, dtype="float32"),
+    ],
+)
+def test_what_is_given_stays_and_a_step_is_timed_with_it(fixed):
+    planner = Simulator(BOOKS, 2, **fixed)
+    fields = planner.plan()
+    assert fixed.items() <= fields.items()
+    for timed in planner.timed:
+        assert all(timed[name] == fixed[name] for name in timed.keys() & fixed.keys())
+    assert fields["max_iters"] > 10 and fields["n_embd"] % fields["n_head"] == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("accumulation", [None, 1, 3, 5])
+def test_all_processes_have_equally_many_sequences(world_size, accumulation):
+    fixed = {"gradient_accumulation_steps": accumulation} if accumulation else {}
+    fields = Simulator(BOOKS, world_size=world_size, **fixed).plan()
+    sequences = fields["batch_size"] * fields["gradient_accumulation_steps"]
+    assert sequences % world_size == 0
+    assert fields["gradient_accumulation_steps"] == (accumulation or world_size)
+
+
+def test_a_plan_fits_into_memory():
+    """By the estimate of docs/one_dial.md: a large batch is accumulated unless it is given."""
+    for memory in (2e8, 1e9, 1e10):
+        planner = Simulator(BOOKS, 10_000, 1e15, memory)
+        for fields in [planner.plan(), *planner.timed]:
+            activations = 20 * fields["n_layer"] * fields["n_embd"] + 3 * 8192
+            activations *= 4 * fields["batch_size"] * fields["block_size"]
+            assert 20 * planner.parameters(fields) + activations <= memory
+    sizes = {"n_embd": 768, "n_layer": 12, "block_size": 512}
+    much, little = (Simulator(BOOKS, 10_000, 1e13, m, **sizes).plan() for m in (1e12, 1e10))
+    assert tokens_per_step(much) == tokens_per_step(little)
+    assert little["gradient_accumulation_steps"] > 1 == much["gradient_accumulation_steps"]
+    given = Simulator(BOOKS, 10_000, 1e13, 1e10, batch_size=64, **sizes).plan()
+    assert given["gradient_accumulation_steps"] == 1
+
+
+def test_a_machine_that_is_too_slow_trains_one_step_and_evaluates_one_sequence():
+    fields = Simulator(BOOKS, 0.2, flops=1e8, block_size=512).plan()
+    assert fields["eval_tokens"] == 512 and fields["max_iters"] == 1
+    fields = Simulator(BOOKS, -1).plan()  # the time is over before it begins
+    assert (fields["max_iters"], fields["n_embd"]) == (1, 64)
+
+
+# ------------------------------------------------------------ the time of a step
+
+
+@pytest.fixture
+def planner(trained, monkeypatch):
+    """A real one, of 10 minutes, whose clock is `clock[0]` and whose set_up is replaced."""
+    monkeypatch.chdir(trained)
+    config = TrainConfig(dataset="mine", minutes=10.0, gradient_accumulation_steps=3)
+    data = gptling.plan.Dataset("mine", 8, 1)
+    planner = Planner(config, {}, data, math.inf, None, one_process())
+    planner.clock = [100.0]
+    monkeypatch.setattr("gptling.plan.time", SimpleNamespace(perf_counter=lambda: planner.clock[0]))
+    monkeypatch.setattr("gptling.plan.STARTED", 40.0)
+    return planner
+
+
+@pytest.mark.parametrize(
+    "slow, compiles, seconds, n_steps, compiling",
+    [
+        (0.01, False, 3 * 0.01 + 0.02, 20, 0),
+        (0.5, False, 3 * 0.5 + 0.02, 3, 0),  # 3.75 seconds, a quarter of 15
+        (1.5, False, 3 * 1.5 + 0.02, 2, 0),  # the first one allocates
+        (6, False, 3 * 6 + 0.02, 1, 0),  # but it takes too long
+        (6, True, 3 * 6 + 0.02, 2, 3 * 6 + 0.02),  # the first one compiles
+    ],
+)
+def test_a_step_is_all_its_micro_batches_and_an_update(
+    slow, compiles, seconds, n_steps, compiling, planner
+):
+    clock, steps, shapes = planner.clock, [], set()
+
+    class Model(torch.nn.Linear):
+        def forward(self, idx, targets):
+            clock[0] += slow if len(steps) % 5 < 3 else 2 * slow  # bursts of other work
+            shapes.add(idx.shape)
+            return None, super().forward(torch.ones(1, 1)).sum()
+
+    class Optimizer(torch.optim.SGD):
+        def step(self):
+            clock[0] += 0.02
+            steps.append(clock[0])
+
+    def build(config, data):
+        assert config.n_embd == 48 != planner.config.n_embd
+        print("said by the run, too")
+        return model, model, compiled, contextlib.nullcontext(), "float32", optimizers
+
+    model = Model(1, 1)
+    optimizers = [Optimizer(model.parameters())]
+    compiled = (lambda *batch: model(*batch)) if compiles else model
+    planner.set_up = build
+    fields = {"n_embd": 48, "batch_size": 5, "block_size": 8, "gradient_accumulation_steps": 3}
+    assert planner.time_step(fields) == pytest.approx(seconds)
+    assert len(steps) == n_steps and shapes == {(5, 8)}
+    assert planner.compiling == pytest.approx(compiling)
+    spent = clock[0] - 40  # since the program's start; the run compiles, too
+    assert planner.seconds_left() == pytest.approx(600 - spent - compiling)
+
+
+def test_memory_is_four_fifths_of_what_is_free_on_the_fullest_gpu(trained, monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1000, 2000))
+    for other, memory in ((500, 400), (5000, 800)):
+        processes = SimpleNamespace(world_size=2, device="cuda")
+        processes.all_reduce_max = lambda value, other=other: max(value, -other)
+        assert Planner(None, {}, BOOK, math.inf, None, processes).memory == memory
+
+
+# ------------------------------------------------------------ planned runs
+
+FLAGS = ["--dataset=mine", "--curves=False", "--device=cpu"]
+
+
+@pytest.fixture
+def here(trained, tmp_path):
+    (tmp_path / "data").symlink_to(trained / "data")
+    return tmp_path
+
+
+def test_a_plan_is_printed_stored_and_kept_to(here):
+    start = time.monotonic()
+    flags = [*FLAGS, "--minutes=0.1", "--n_layer=1", "--muon_lr=0.04"]
+    done = run_script("train.py", *flags, cwd=here, OMP_NUM_THREADS="1")  # the time is a process's
+    assert done.returncode == 0, done.stderr
+    output = done.stdout.decode()
+    took = int(re.search(r"^(\d+) s; next: python sample.py out/mine$", output, re.M)[1])
+    assert 1 < took < 1.1 * (time.monotonic() - start)
+    config = tomllib.loads((here / "out/mine/config.toml").read_text())
+    assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and "minutes" not in config
+    steps, sequences = config["max_iters"], config["batch_size"]
+    tokens = json.loads((here / "data/mine/meta.json").read_text())["train"]["tokens"]
+    epochs = steps * sequences * config["block_size"] / tokens
+    early = "; it ends before it overfits" * (steps == 200)
+    assert (
+        f"plan for 0.1 min: 1 layers of {config['n_embd']}, {sequences} sequences of "
+        f"{config['block_size']} a step, {steps} steps ({epochs:.1f} epochs), dropout "
+        f"{config['dropout']:g}, learning_rate 0.01, muon_lr 0.04{early}\n"
+    ) in output
+    assert (here / f"out/mine/checkpoint-{steps}").is_dir()
+    assert f"step {steps}: training loss" in output
+
+
+def test_the_time_is_counted_from_the_programs_start():
+    """Imports took processor time."""
+    code = "import time, torch; now, spent = time.perf_counter(), time.process_time()\n"
+    code += "from gptling.plan import STARTED; assert spent / 2 < now - STARTED < 2 * spent + 1"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    "preset, words, planned, expected",
+    [
+        ("", [], 1, {}),  # nothing says how long
+        ("", ["--n_layer=1", "--optimizer=adamw"], 1, {"n_layer": 1}),
+        ("n_embd = 32\n", [], 1, {"n_embd": 32}),
+        ("max_iters = 2\neval_interval = 2\n", [], None, {"n_embd": 128}),
+        ("max_iters = 2\neval_interval = 2\nbatch_size = 3\n", ["--minutes=0.5"], 0.5, {}),
+        ("", ["--max_iters=2", "--eval_interval=2"], None, {}),
+        ("minutes = 0.5\n", [], 0.5, {}),
+        ("", ["--init_from=out/first"], 1, {"n_layer": 2, "n_embd": 16, "block_size": 16}),
+        ("", ["--init_from=out/first", "--block_size=8"], 1, {"n_embd": 16, "block_size": 8}),
+    ],
+)
+def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
+    preset, words, planned, expected, trained, here, train_here, monkeypatch
+):
+    """The minute is over when it begins, so a plan has one step."""
+    monkeypatch.setattr("gptling.plan.STARTED", time.perf_counter() - 60)
+    (here / "out").mkdir()
+    (here / "out/first").symlink_to(trained / "out/mine")
+    (here / "mine.toml").write_text(preset)
+
+    def talk(*arguments, **others):
+        print("built")
+        return set_up(*arguments, **others)
+
+    monkeypatch.setattr("train.set_up", talk)
+    done = run_here("train.py", "mine.toml", *words, *FLAGS, cwd=here)
+    output = done.stdout.decode()
+    assert done.returncode == 0, done.stderr
+    assert output.count("plan for") == bool(planned) and output.count("built\n") == 1
+    assert not planned or f"plan for {planned:g} min: " in output
+    assert ("muon_lr" in output) == bool(planned and "--optimizer=adamw" not in words)
+    config = tomllib.loads((here / "out/mine/config.toml").read_text())
+    assert {"max_iters": 1 if planned else 2}.items() | expected.items() <= config.items()
+
+
+def test_the_quick_start_is_not_planned(trained, tmp_path, train_here, monkeypatch):
+    """Though no flag says how long: train.py's defaults are its plan."""
+
+    def stop(config, *more, **others):
+        raise UserError(f"{config.n_embd} {config.max_iters} {config.learning_rate}")
+
+    monkeypatch.setattr("train.set_up", stop)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/quickstart").symlink_to(trained / "data/mine")
+    done, config = run_here("train.py", cwd=tmp_path), TrainConfig()
+    said = f"train.py: error: {config.n_embd} {config.max_iters} {config.learning_rate}\n"
+    assert (done.stdout, done.stderr) == (b"", said.encode())
+
+
+@pytest.mark.slow
+def test_two_processes_have_one_plan(here):
+    output = finish(torchrun(ROOT / "train.py", *FLAGS, "--minutes=0.3", cwd=here))
+    assert output.count("plan for 0.3 min:") == 1
+    config = tomllib.loads((here / "out/mine/config.toml").read_text())
+    assert config["gradient_accumulation_steps"] == 2
+    log = (here / "out/mine/log.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["step"] == config["max_iters"]
