@@ -182,7 +182,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 
 def main():
     # ------------------------------------------------------------ configuration, and the run so far
-    config, given, kept, derived = load(TrainConfig, __doc__, presets=True)
+    config, given, kept = load(TrainConfig, __doc__, presets=True)
     if config.minutes and "minutes" in given and (config.resume or config.eval_only):
         raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
@@ -214,7 +214,7 @@ def main():
         config.minutes = 1.0
     if (config.minutes or "minutes" in kept) and not (state or config.eval_only):
         set_up_candidate = partial(set_up, source=source, processes=processes)
-        plan_run(config, given, kept, derived, longest, set_up_candidate, processes)
+        plan_run(config, given, kept, longest, set_up_candidate, processes)
     if config.min_lr > config.learning_rate:
         raise UserError(f"--min_lr={config.min_lr}: at most --learning_rate={config.learning_rate}")
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)

@@ -50,9 +50,9 @@ def seconds_of_step(set_up: tuple, idx: torch.Tensor, micro_steps: int, limit: f
     return sorted(times)[len(times) // 4], compiling
 
 
-def plan_run(config, given: dict, kept: set, derived: dict, longest: float, set_up, processes):
+def plan_run(config, given: dict, kept: set, longest: float, set_up, processes):
     """Set what is not `kept` of train.py's configuration for the best model in config.minutes from
-    the start of the program, and print it. given, kept, derived: as cli.load returns them; longest:
+    the start of the program, and print it. given, kept: as cli.load returns them; longest:
     the sequences that an init_from allows; set_up: train.py's. Raises UserError."""
     if not config.minutes or "max_iters" in given:
         raise UserError(f"--minutes={config.minutes:g}: give either a time or --max_iters")
@@ -67,7 +67,7 @@ def plan_run(config, given: dict, kept: set, derived: dict, longest: float, set_
         return processes.all_reduce_max(round(1e6 * seconds)) / 1e6
 
     def set_fields(candidate, fields):  # and what follows from them
-        vars(candidate).update({name: derived[name] for name in derived.keys() - kept} | fields)
+        vars(candidate).update(fields)
         try:
             candidate.__post_init__()
         except ValueError as error:  # of a changed model

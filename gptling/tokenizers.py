@@ -282,7 +282,7 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
     file = path / "tokenizer.json"
     published = not file.exists() and file.with_name("vocab.json").exists()
     file = file.with_name("vocab.json") if published else file
-    stored = read_json(file, limit=1 << 26)  # bytes: about 40 a token
+    stored = read_json(file)
     try:
         if published:
             lines = file.with_name("merges.txt").read_text(encoding="utf-8").split("\n")
