@@ -27,11 +27,6 @@ PositiveInt = Annotated[int, "at least 1"]  # these two are for check_numbers
 Fraction = Annotated[float, "below 1"]
 
 
-def is_main() -> bool:
-    """Whether this is the first process of a run."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def optional_package(name: str, install: str) -> ModuleType:
     """Import a package that not everybody has. Raises UserError without it."""
     try:
