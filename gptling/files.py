@@ -1,7 +1,6 @@
 """Files that appear whole or not at all, the lock of a directory, and mistakes of the user's."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -25,17 +24,17 @@ def is_plain_name(name: str) -> bool:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise UserError if the disk is full while `path` is written."""
+    """Raise UserError, with the space that is left, if writing `path` fails, as on a full disk."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         there = next(parent for parent in path.absolute().parents if parent.exists())
         megabytes = shutil.disk_usage(there).free / 1e6
-        # torch.save and numpy have errors of their own for a full disk, which do not say so.
-        if getattr(error, "errno", None) != errno.ENOSPC and megabytes >= 1:
+        named = isinstance(error, OSError) and error.filename is not None  # of open, not of write
+        if named or (isinstance(error, RuntimeError) and megabytes >= 1):  # torch.save has those
             raise
-        full = f"the disk is full: {megabytes:,.1f} MB are left on it"
-        raise UserError(f"{path}: cannot be written: {full}") from error
+        left = f"{megabytes:,.1f} MB are left on the disk"
+        raise UserError(f"{path}: cannot be written: {error}; {left}") from error
 
 
 def sync(path: Path):
