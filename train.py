@@ -193,7 +193,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 
 def main():
     # ------------------------------------------------------------ configuration, and the run so far
-    config, given, kept, derived = load(TrainConfig, __doc__, presets=True)
+    config, given, kept = load(TrainConfig, __doc__, presets=True)
     if config.minutes and "minutes" in given and (config.resume or config.eval_only):
         raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from gptling.cli import UserError, in_words
+from gptling.cli import UserError
 from gptling.files import lock_directory, read_json, replace, sha256, sync, writing
 from gptling.gpt2_format import save
 from gptling.optim import full_state
@@ -93,7 +93,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         state["progress"] = Progress(**state["progress"])
         return state
     except (OSError, ValueError, LookupError, TypeError, UnpicklingError) as error:
-        raise UserError(f"{checkpoint} is damaged: {in_words(error)}") from None
+        raise UserError(f"{checkpoint} is damaged: {type(error).__name__}: {error}") from None
 
 
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:

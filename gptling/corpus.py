@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from gptling.cli import UserError, in_words, optional_package
+from gptling.cli import UserError, optional_package
 from gptling.files import writing
 
 RECORDS = (".jsonl", ".jsonl.gz", ".parquet")  # files with a document in each record
@@ -189,7 +189,7 @@ def _read(source, count_bytes):
                     empty = False
                     yield size, text
     except (*UNREADABLE, RecursionError) as error:
-        reason = in_words(error)
+        reason = f"{type(error).__name__}: {error}"
         raise UserError(f'{source}: line {number}: no "text" can be read: {reason:.300}') from None
     if empty:
         raise UserError(f"{source}: no text in it")

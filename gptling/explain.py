@@ -124,7 +124,7 @@ def check_page(path: Path):
     """Raises UserError where a page cannot be written: before anything is computed for it."""
     with writing(path):
         if path.is_dir():
-            raise IsADirectoryError("it is a directory")
+            raise UserError(f"{path}: it is a directory")
         tempfile.TemporaryFile(dir=path.parent).close()
 
 

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and errors that name what a disk has left."""
+"""Files that appear whole or not at all, the lock of a directory, and mistakes of the user's."""
 
 import contextlib
 import hashlib
@@ -12,38 +12,36 @@ from typing import Any
 import filelock
 from safetensors import SafetensorError
 
-from gptling.cli import UserError
+
+class UserError(Exception):
+    """A mistake of the user's. Its message is one line with the value and the remedy."""
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a directory of this name is one, in the directory that it is made in."""
-    return Path(name).name == name and name.strip(".") != "" and name.isprintable()
+    """Whether a name is that of a directory, and no path that leads elsewhere."""
+    return Path(name).name == name and name not in ("", "..")
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what goes wrong while `path` is written into a UserError that names the path, and the
-    reason; of a full disk also how much is left on it."""
+    """Raise UserError, with the space that is left, if writing `path` fails, as on a full disk."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-            raise  # not torch.save's: a bug
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        there = next(p for p in [path, *path.absolute().parents] if os.path.exists(p))
+        there = next(parent for parent in path.absolute().parents if parent.exists())
         megabytes = shutil.disk_usage(there).free / 1e6
-        # torch.save and numpy have errors of their own for a full disk, which do not say so.
-        hidden = getattr(error, "errno", None) is None and megabytes < 1
-        if hidden or "No space left" in reason or "not enough space" in reason:
-            reason = f"the disk is full: {megabytes:,.1f} MB are left on it"
-        raise UserError(f"{path}: cannot be written: {reason}") from error
+        named = isinstance(error, OSError) and error.filename is not None  # of open, not of write
+        if named or (isinstance(error, RuntimeError) and megabytes >= 1):  # torch.save has those
+            raise
+        left = f"{megabytes:,.1f} MB are left on the disk"
+        raise UserError(f"{path}: cannot be written: {error}; {left}") from error
 
 
 def sync(path: Path):
     """Have the system write a file or a directory to the disk now."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows has no handle on a directory to flush
-    descriptor = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    if os.name == "nt":
+        return  # Windows lets nobody open a directory
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
@@ -54,7 +52,7 @@ def sha256(file: Path) -> str:
 
 
 def replace(path: Path, content: bytes):
-    """Write a file, which takes the place of an older one once it is whole on the disk."""
+    """Write a file, which replaces an older one once it is whole on the disk."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
         temporary.write_bytes(content)
@@ -64,24 +62,17 @@ def replace(path: Path, content: bytes):
         temporary.unlink(missing_ok=True)
 
 
-def read_json(file: Path, limit: int = 1 << 20) -> dict[str, Any]:
-    """The JSON object in a file of at most `limit` bytes. Raises UserError."""
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises UserError if the file holds something else."""
     try:
-        if not file.is_file():  # a pipe would be waited for
-            raise FileNotFoundError("no such file")
-        if file.stat().st_size > limit:
-            raise ValueError(f"it has more than {limit} bytes")
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError("it is not a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
-    return values
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read as JSON: {error}") from None
 
 
 def lock_directory(directory: Path) -> filelock.FileLock:
-    """Keep other processes out of `directory` until release() of what is returned; the system takes
-    the lock back when this process ends, however it does. Raises UserError where it is taken."""
+    """Keep other processes out of a directory until release() of the lock, or until this process
+    ends, however it does. Raises UserError if another process has the lock."""
     lock = filelock.FileLock(directory / ".lock", timeout=0)
     try:
         lock.acquire()

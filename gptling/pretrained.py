@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from gptling import gpt2_format
 from gptling.checkpoints import best_checkpoint, list_checkpoints, read_metrics
-from gptling.cli import UserError, in_words, is_main, optional_package
+from gptling.cli import UserError, optional_package
 from gptling.files import read_json
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
@@ -48,8 +48,7 @@ def choose_checkpoint(run: Path) -> Path | None:
     taken, reason = best, f"has the lowest validation loss; the newest is {newest}"
     if (metrics := read_metrics(newest)) and "val_loss" not in metrics:
         taken, reason = newest, f"is where the run stopped; {best} has the lowest validation loss"
-    if is_main():
-        print(f"{taken} {reason}", file=sys.stderr)
+    print(f"{taken} {reason}", file=sys.stderr)
     return taken
 
 
@@ -87,7 +86,7 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         AttributeError,
         RecursionError,
     ) as error:
-        reason = f"config.json, weights or tokenizer cannot be loaded: {in_words(error)}"
+        reason = f"config.json, weights or tokenizer cannot be loaded: {error!r}"
         if isinstance(error, gpt2_format.ChangedModelError):
             words = "model.py computes something else than the model there did"
             way_out = f"train.py --init_from={path} --allow_changed_model=True trains on from it"

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from gptling.checkpoints import Progress
-from gptling.cli import UserError, in_words, optional_package
+from gptling.cli import UserError, optional_package
 from gptling.dataset import Dataset
 from gptling.devices import flops_utilisation
 from gptling.files import replace, writing
@@ -155,7 +155,7 @@ def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]
         tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
         text = tokenizer.decode([token.item() for token in tokens])
     except Exception as error:  # of a changed model, whose training goes on and is saved
-        text = f"no text: {in_words(error)}"
+        text = f"no text: {type(error).__name__}: {error}"
     torch.use_deterministic_algorithms(deterministic)
     model.train()
     return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]

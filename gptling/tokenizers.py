@@ -23,7 +23,7 @@ import numpy as np
 import rustbpe
 import tiktoken
 
-from gptling.cli import UserError, in_words
+from gptling.cli import UserError
 from gptling.files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -282,7 +282,7 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
     file = path / "tokenizer.json"
     published = not file.exists() and file.with_name("vocab.json").exists()
     file = file.with_name("vocab.json") if published else file
-    stored = read_json(file, limit=1 << 26)  # bytes: about 40 a token
+    stored = read_json(file)
     try:
         if published:
             lines = file.with_name("merges.txt").read_text(encoding="utf-8").split("\n")
@@ -293,7 +293,7 @@ def load_tokenizer(path: str | Path) -> tiktoken.Encoding:
         special = {token["content"]: token["id"] for token in stored["added_tokens"]}
         return _checked_tokenizer(pattern, special, model["vocab"], model["merges"])
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        reason = in_words(error)
+        reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{file}: not a byte-level BPE like prepare.py's: {reason:.300}") from None
 
 

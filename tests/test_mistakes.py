@@ -1,0 +1,220 @@
+"""The one table of mistakes: a row for each that people make often, whichever script it is. It ends
+in one line that names the value and the remedy, and leaves nothing half-written. A wrong flag ends
+in tyro's box of a few lines, and exit code 2."""
+
+import json
+import os
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+
+from gptling.files import lock_directory
+from tests.conftest import TEXT, TINY, run_here, run_script
+
+FILES = {
+    "a.txt": TEXT.encode(),
+    "b.txt": TEXT[::-1].encode(),
+    "empty.txt": b"",
+    "short.txt": b"a",
+    "latin.txt": b"caf\xe9 au lait",
+    "bad.jsonl": b'{"text": "a"}\n{"txt": "b"}\n',
+    "cut.jsonl.gz": b"\x1f\x8b\x08\x00",
+    "pictures/a.png": b"\x89PNG\0",
+    "broken.toml": b"n_layer = = 3",
+    "typo.toml": b"n_leyer = 3",
+    "text.toml": b'n_layer = "two"',
+    "no_model/README.md": b"",
+    "file": b"a file, no folder",
+}
+
+# Each row: the command, what the answer contains, and the exit code unless it is 1. "in FOLDER:"
+# stands before a command that runs there. TINY is replaced by the flags of a tiny model, NEW by
+# these and a run that does not exist yet.
+MISTAKES = [
+    # ------------------------------------------------------------ text
+    ("prepare.py missing.txt", "missing.txt", "no such file"),
+    ("prepare.py empty.txt", "empty.txt"),
+    ("prepare.py short.txt", "data/short", "more text"),
+    ("prepare.py latin.txt", "latin.txt", "0xe9", "UTF-8"),
+    ("prepare.py bad.jsonl", "bad.jsonl", "text"),
+    ("prepare.py cut.jsonl.gz", "cut.jsonl.gz"),
+    ("prepare.py pictures", "pictures", "text"),
+    ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),
+    ("prepare.py a.txt --name=../up", "--name", "../up", 2),
+    ("prepare.py / --overwrite", "--name", 2),
+    ("prepare.py a.txt --tokeniser=char", "--tokeniser", "--tokenizer", 2),
+    ("prepare.py a.txt --tokenizer=bqe", "bqe", "bpe", "char", "byte", "gpt2"),
+    ("prepare.py a.txt --tokenizer=bpe --vocab_size=256", "256", "257", 2),
+    ("prepare.py a.txt --tokenizer=bpe --vocab_size=5000", "5000", "more text"),
+    ("prepare.py a.txt --tokenizer=char --vocab_size=500", "500", "bpe", 2),
+    # ------------------------------------------------------------ flags and presets
+    ("train.py --datset=shakespeare_char", "--datset", "--dataset", 2),
+    ("train.py --n_layer=two", "--n_layer", "'two'", 2),
+    ("train.py --n_embd=30 --n_head=4", "30", "4", "divisible", 2),
+    ("train.py --max_iters=0", "--max_iters=0", "at least 1", 2),
+    ("train.py --learning_rate=nan", "--learning_rate=nan", 2),
+    ("train.py --beta2=1.5", "--beta2=1.5", "below 1", 2),
+    ("train.py --dropout=1.5", "dropout=1.5", 2),
+    ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
+    ("train.py --eval_only", "--eval_only", "--init_from", 2),
+    ("train.py --dataset=../mine", "../mine", 2),
+    ("train.py nix.toml", "nix.toml", "config/gpt2.toml", 2),
+    ("train.py a.txt", "a.txt", "prepare.py", 2),
+    ("train.py out/mine", "out/mine", "--resume", 2),
+    ("train.py broken.toml", "broken.toml", "line 1", 2),
+    ("train.py typo.toml", "typo.toml", "n_leyer", "did you mean n_layer?", 2),
+    ("train.py text.toml", "--n_layer", "'two'", 2),
+    ("train.py --max_iters=5 config/gpt2.toml", "config/gpt2.toml", 2),
+    # ------------------------------------------------------------ training
+    ("train.py --dataset=nix", "data/nix", "prepare.py"),
+    ("train.py NEW --dataset=mine --block_size=1000", "1001", "--block_size"),
+    ("train.py NEW --dataset=mine --min_lr=1", "--min_lr=1.0", "--learning_rate="),
+    ("train.py NEW --dataset=mine --minutes=5", "--minutes=5", "--max_iters"),
+    ("train.py --out_dir=new --dataset=mine --minutes=-5", "--minutes=-5", 2),
+    ("train.py NEW --dataset=mine --device=cuda", "cuda"),
+    ("train.py NEW --dataset=mine --init_from=nix", "nix", "out/mine"),
+    ("train.py NEW --dataset=bytes --init_from=out/mine", "another tokenizer", "data/bytes"),
+    ("train.py TINY --dataset=mine", "out/mine", "--resume", "--overwrite", "--out_dir"),
+    ("train.py TINY --dataset=mine --out_dir=out/busy --overwrite", "out/busy", "another process"),
+    ("train.py TINY --dataset=mine --out_dir=file/run", "file"),
+    ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
+    ("train.py --resume --out_dir=out/mine", "out/mine", "--max_iters"),
+    (
+        "train.py --resume --out_dir=out/mine --max_iters=30 --n_layer=3",
+        "--n_layer=3",
+        "the run has 2",
+    ),
+    (
+        "train.py --resume --out_dir=out/mine --max_iters=30 --dataset=other",
+        "data/other",
+        "--allow",
+    ),
+    ("train.py --resume --out_dir=out/mine --minutes=5", "--minutes"),
+    # ------------------------------------------------------------ sampling
+    ("sample.py nix", "nix", "no checkpoint", "out/mine"),
+    ("in no_model: sample.py", "out/", "train.py"),
+    ("sample.py damaged/config", "damaged/config", "config.json"),
+    ("sample.py damaged/llama", "damaged/llama", "llama"),
+    ("sample.py damaged/no_tokenizer", "damaged/no_tokenizer", "tokenizer.json"),
+    ("sample.py damaged/no_weights", "damaged/no_weights", "model.safetensors"),
+    ("sample.py damaged/cut_weights", "damaged/cut_weights", "model.safetensors"),
+    ("sample.py out/mine --prompt=ü", "'ü'", "U+00FC"),
+    ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
+    ("sample.py out/mine --prompts=empty.txt", "empty.txt"),
+    ("sample.py out/mine --temprature=1", "--temprature", "--temperature", 2),
+    ("sample.py out/mine --temperature=-1", "--temperature=-1", 2),
+    ("sample.py out/mine --top_p=0", "--top_p=0", 2),
+    ("sample.py out/mine --min_p=2", "--min_p=2", 2),
+    ("sample.py out/mine --num_samples=0", "--num_samples=0", 2),
+    ("sample.py out/mine --stop=", "--stop", 2),
+    ("sample.py out/mine --prompt=a --interactive", "--prompt", "--interactive", 2),
+    ("sample.py out/mine --explain=page.txt", "page.txt", ".html", 2),
+    ("sample.py out/mine --explain=a.html --num_samples=2", "--explain", "--num_samples", 2),
+    ("sample.py out/mine --device=cuda", "cuda"),
+]
+
+
+def damage(checkpoint):
+    """Copies of a checkpoint, each with one thing wrong."""
+    folders = {}
+    for name in ("config", "llama", "no_tokenizer", "no_weights", "cut_weights"):
+        folders[name] = checkpoint.parents[2] / "damaged" / name
+        shutil.copytree(checkpoint, folders[name])
+    config = json.loads((checkpoint / "config.json").read_text())
+    (folders["config"] / "config.json").write_text('{"n_layer": ')
+    (folders["llama"] / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    (folders["no_tokenizer"] / "tokenizer.json").unlink()
+    (folders["no_weights"] / "model.safetensors").unlink()
+    weights = (checkpoint / "model.safetensors").read_bytes()
+    (folders["cut_weights"] / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+
+
+@pytest.fixture(scope="module")
+def world(trained, tmp_path_factory):
+    """A directory with everything that the rows name."""
+    directory = tmp_path_factory.mktemp("world")
+    shutil.copytree(trained, directory, dirs_exist_ok=True)
+    for name, content in FILES.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+    for words in ("a.txt --name=bytes --tokenizer=byte", "b.txt --name=other --tokenizer=out/mine"):
+        assert run_here("prepare.py", *words.split(), cwd=directory).returncode == 0
+    shutil.copytree(directory / "out" / "mine", directory / "out" / "busy")
+    damage(directory / "out" / "mine" / "checkpoint-20")
+    lock = lock_directory(directory / "out" / "busy")
+    yield directory
+    lock.release()
+
+
+def contents(directory):
+    """When each file was written last, and which folders there are."""
+    found = {}
+    for folder, _, names in os.walk(directory):
+        found[folder] = None
+        found |= {path: os.stat(path).st_mtime_ns for path in (f"{folder}/{n}" for n in names)}
+    return found
+
+
+def unboxed(text):
+    """Words on one line, without tyro's box."""
+    return " ".join(re.sub("[─-╿]", " ", text).split())
+
+
+def check(process, *expected):
+    """Standard error has what is expected, in one line or in tyro's box of a few; the last of
+    `expected` may be the exit code."""
+    *words, code = expected if isinstance(expected[-1], int) else (*expected, 1)
+    error = process.stderr.decode("utf-8")
+    lines = [line for line in error.splitlines(keepends=True) if " parameters; " not in line]
+    assert process.returncode == code and "Traceback" not in error, error
+    if error.startswith("╭"):
+        assert code == 2 and len(lines) <= 12
+    else:
+        assert len(lines) == 1 and lines[0].endswith("\n") and ": error: " in lines[0], error
+    for word in words:  # a box may break a line, and a word at a hyphen
+        assert word.replace(" ", "").lower() in unboxed(error).replace(" ", "").lower(), error
+
+
+@pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row[0])
+def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, row, train_here):
+    place, _, command = row[0].removeprefix("in ").rpartition(": ")
+    command = command.replace("NEW", "TINY --out_dir=new").replace("TINY", " ".join(TINY))
+    script, *arguments = command.split()
+    if "--device=cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has the GPU that must be missing")
+    before = contents(world)
+    process = run_here(script, *arguments, cwd=world / place)
+    check(process, *row[1:])
+    assert contents(world) == before
+    assert not process.stdout.strip() or "--resume" in arguments  # which says what changes
+
+
+@pytest.mark.parametrize(
+    "command, package, install",
+    [
+        ("prepare.py hf:someone/something", "datasets", "datasets"),
+        ("prepare.py a.parquet", "pyarrow.parquet", "datasets"),
+        ("train.py TINY --dataset=mine --out_dir=new --wandb", "wandb", "wandb"),
+    ],
+)
+def test_a_missing_package_is_named(
+    world, monkeypatch, train_here, tmp_path, command, package, install
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    shutil.copytree(world / "data", tmp_path / "data")
+    script, *arguments = command.replace("TINY", " ".join(TINY)).split()
+    process = run_here(script, *arguments, cwd=tmp_path)
+    check(process, f"pip install {install}")
+    assert not (tmp_path / "new" / "log.jsonl").exists()
+
+
+def test_a_script_that_is_run_says_the_same(world):
+    for script, *arguments in (["train.py", "--datset=x"], ["sample.py", "out/mine", "--prompt=ü"]):
+        process = run_script(script, *arguments, cwd=world)
+        here = run_here(script, *arguments, cwd=world)
+        assert process.returncode == here.returncode != 0
+        assert process.stderr.splitlines() == here.stderr.splitlines()
