@@ -139,7 +139,8 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     if reason := why_not_gpt2(model):
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
         check = {"tokens": CHECKED_TOKENS, "logits": mean_logits(model).tolist()}
-        metadata, tensors = {"check": json.dumps(check)}, published_tensors(model)
+        metadata = {"check": json.dumps(check)}  # one entry: several are stored in random order
+        tensors = published_tensors(model)
     else:
         config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
         metadata, tensors = {"format": "pt"}, with_zero_biases(model)
@@ -157,9 +158,9 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     if tokenizer_json:
         # Not GPT2Tokenizer, which would replace our split pattern by GPT-2's.
         names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict.fromkeys(names, END_OF_TEXT)
-        config |= {"model_max_length": model.config.block_size}
-        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+        values = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict.fromkeys(names, END_OF_TEXT)
+        values |= {"model_max_length": model.config.block_size}
+        (directory / "tokenizer_config.json").write_text(json.dumps(values, indent=2))
         (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     return reason
 
@@ -186,7 +187,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
         model.load_state_dict(ours, strict=False)
     except RuntimeError as error:  # several lines, one for each shape
         raise ValueError(" ".join(str(error).split())) from None
-    check = json.loads(metadata.get("check", "null")) or stored.get("check")  # it was there before
+    check = json.loads(metadata.get("check", "null")) or stored.get("check")  # where it was before
     difference = different_names(model, tensors)
     if not difference and is_gpt2:
         difference = why_not_gpt2(model, last_only=True)
