@@ -12,7 +12,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gptling.cli import UserError, run
 from gptling.files import read_json
-from gptling.gpt2_format import published_tensors, with_zero_biases
+from gptling.gpt2_format import with_zero_biases
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.tokenizers import END_OF_TEXT, load_tokenizer, tokenizer_to_json
 from model import GPT
@@ -27,10 +27,7 @@ def main():
     if model_type != "gpt2":
         raise UserError(f"{source}: its architecture is {model_type}, which is not GPT-2's")
     model = load_model(GPT, source)
-    weights = {
-        name: tensor.numpy()
-        for name, tensor in with_zero_biases(model, published_tensors(model)).items()
-    }
+    weights = {name: tensor.numpy() for name, tensor in with_zero_biases(model).items()}
     tokenizer = json.loads(tokenizer_to_json(load_tokenizer(source)))
     vocab = tokenizer["model"]["vocab"]
     merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]

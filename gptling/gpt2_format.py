@@ -3,17 +3,14 @@
     save(model, "my-model")
     model = load(GPT, "my-model")
 
-config.json and model.safetensors are those of transformers' GPT2LMHeadModel where the model
-computes what a GPT-2 computes, which is tried at every save. Another architecture is stored in the
-same files under another model_type, so that no other program takes it for a GPT-2. Some numbers of
-its logits are stored too, and loading sees whether model.py still computes them.
+A model that computes what a GPT-2 computes is stored as transformers' GPT2LMHeadModel. Any other
+has another model_type, so that no program takes it for a GPT-2, and some of its logits as metadata.
+Loading compares what model.py computes with these logits, or with a GPT-2's formula.
 """
 
 import contextlib
 import copy
-import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -21,31 +18,26 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch.overrides import TorchFunctionMode
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-END_OF_TEXT = "<|endoftext|>"  # as in tokenizers.py: this file imports nothing of ours
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# Our names in GPT-2's config.json; then settings of it that model.py has fixed.
+# Our names in GPT-2's config.json, then the options in it that model.py computes.
 HF_NAMES = {"block_size": "n_positions", "dropout": "resid_pdrop"}
 GPT2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 GPT2 |= {"add_cross_attention": False, "tie_word_embeddings": True}
-# Multiplications that it may take to see what a model computes: whole sequences of up to 150 M
-# parameters at a save, 8 tokens of 124 M when loading, which takes a tenth longer for it.
-AT_A_SAVE, AT_A_LOAD = 1.5e11, 1e9
+END_OF_TEXT = "<|endoftext|>"
+CHECKED_TOKENS = 256  # how many ids show what a model computes, or block_size if that is less
 
 
 class ChangedModelError(ValueError):
     """model.py computes something else than the model in a checkpoint did."""
 
 
-# ---------------------------------------------------------------------------- what a GPT-2 is
-
-
 def gpt2_shapes(config) -> dict[str, tuple[int, ...]]:
-    """The tensors of a GPT-2 of these sizes as they were published, {name: shape}."""
+    """The tensors of a GPT-2 of these sizes in the published layout, {name: shape}."""
     C = config.n_embd
     block = {"ln_1": (C,), "attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C)}
     block |= {"ln_2": (C,), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
@@ -55,8 +47,9 @@ def gpt2_shapes(config) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{name}.bias": shape[-1:] for name, shape in layers.items()}
 
 
-def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx: torch.Tensor) -> torch.Tensor:
-    """Logits (B, T, V) of the GPT-2 with these published tensors (Radford et al. 2019)."""
+def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx, last_only=False) -> torch.Tensor:
+    """Logits (B, T, V), or (B, 1, V) after the last of the ids, of the GPT-2 with these published
+    tensors (Radford et al. 2019)."""
 
     def linear(x, name):
         return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
@@ -74,189 +67,142 @@ def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx: torch.Tensor) -> 
         x = x + linear(y, f"{h}.attn.c_proj")
         y = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh")
         x = x + linear(y, f"{h}.mlp.c_proj")
-    return norm(x, "ln_f") @ tensors["wte.weight"].T
+    return norm(x[:, -1:] if last_only else x, "ln_f") @ tensors["wte.weight"].T
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What state_dict has in the published layout; a tensor that it has twice, as of a tied output
-    layer or a shared block, once, under its first name."""
-    tensors, seen = {}, set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            tensors[name] = (tensor.T if name.endswith(CONV1D) else tensor).detach()
-        seen.add(id(tensor))
-    return tensors
+    """The state dict in the published layout, with shared tensors once, under their first names."""
+    stored = model.state_dict().keys()
+    named = [*model.named_parameters(), *model.named_buffers()]  # which have shared ones once
+    return {n: (t.T if n.endswith(CONV1D) else t).detach() for n, t in named if n in stored}
 
 
-def with_zero_biases(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Published tensors, and zeros for the biases that a GPT-2 has besides."""
-    shapes, like = gpt2_shapes(model.config), next(iter(tensors.values()))
-    missing = [name for name in shapes if name.endswith(".bias") and name not in tensors]
-    return tensors | {name: like.new_zeros(shapes[name]) for name in missing}
-
-
-# ---------------------------------------------------------------------------- what a model computes
+def with_zero_biases(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Published tensors, and zeros for the biases that a GPT-2 has and the model lacks."""
+    shapes, like = gpt2_shapes(model.config), next(model.parameters())
+    zeros = {name: like.new_zeros(shape) for name, shape in shapes.items() if name[-4:] == "bias"}
+    return zeros | published_tensors(model)
 
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in eval mode and float32 without TF32: devices differ by rounding alone."""
+    """The model in eval mode and float32 without TF32, so that devices differ by rounding only."""
     parameter, precision = next(model.parameters()), torch.get_float32_matmul_precision()
     training = model.training
     torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
-            yield (copy.deepcopy(model).float() if parameter.itemsize < 4 else model).eval()
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        model.train(training)
+    with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
+        yield (copy.deepcopy(model).float() if parameter.itemsize < 4 else model).eval()
+    torch.set_float32_matmul_precision(precision)
+    model.train(training)
 
 
-def fixed_ids(model: nn.Module, n: int = 0, operations: float = AT_A_LOAD) -> torch.Tensor:
-    """The same n ids (1, n) always, or as many of block_size as take that many multiplications."""
-    size = sum(parameter.numel() for parameter in model.parameters())
-    n = n or min(model.config.block_size, max(8, int(operations / size)))
-    i = torch.arange(n, device=next(model.parameters()).device)
+def fixed_ids(model: nn.Module, n: int = CHECKED_TOKENS) -> torch.Tensor:
+    """The same n ids at every call, or block_size if that is less: (1, T)."""
+    i = torch.arange(min(n, model.config.block_size), device=next(model.parameters()).device)
     return (31 * i * i + 7 * i + 3)[None] % model.config.vocab_size
 
 
-def mean_logits(model: nn.Module, n: int = 0) -> torch.Tensor:
-    """The logits behind fixed ids as 16 numbers, each the mean of every 16th of them."""
+def mean_logits(model: nn.Module, n: int = CHECKED_TOKENS) -> torch.Tensor:
+    """The logits after n fixed ids as 16 numbers, each the mean of every 16th of them."""
     with in_float32(model) as model:
         logits = model(fixed_ids(model, n), last_only=True)[0][0, -1]
-    logits = logits.clamp(min=-1e4).cpu()  # some mask with -inf
+    logits = logits.clamp(min=-1e4).cpu()  # some models mask a token with -inf
     return torch.stack([logits[i % len(logits) :: 16].mean() for i in range(16)])
 
 
 def same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether they differ by rounding alone, which makes 1e-5 of their spread; 1e-4 is allowed. The
-    erf form of GELU in the place of the tanh form makes 3e-4 to 1e-3."""
-    spread = expected.std(correction=0).nan_to_num(posinf=0.0)
-    return torch.allclose(logits, expected, rtol=1e-5, atol=1e-4 * float(spread))
+    """Whether they differ by rounding only, which makes 1e-5 of their spread; 1e-4 is allowed. GELU
+    in its erf form instead of its tanh form makes 3e-4 to 1e-3."""
+    return torch.allclose(logits, expected, rtol=1e-5, atol=1e-4 * float(expected.std()))
 
 
-def why_not_gpt2(model: nn.Module, operations: float = AT_A_SAVE) -> tuple[str, int]:
-    """Why a program that takes the model for a GPT-2 would compute something else, and how many
-    tokens show it; ("", 0) if it would compute the same. Tried on block_size ids, or as many as
-    take so many multiplications."""
+def why_not_gpt2(model: nn.Module, last_only: bool = False) -> str:
+    """Why the model computes something else than the GPT-2 with its weights, "" if it does not. Of
+    CHECKED_TOKENS logits, or only of the last, which takes half the time."""
     with in_float32(model) as model:
-        shapes = gpt2_shapes(model.config)
-        tensors = with_zero_biases(model, published_tensors(model))
-        for name in tensors | shapes:
-            if name not in tensors or tensors[name].shape != shapes.get(name):
-                return f"{name} is not as in a GPT-2", 0
-        idx = fixed_ids(model, operations=operations)
-        logits, expected = model(idx)[0][0], gpt2_logits(tensors, model.config, idx)[0]  # (T, V)
-    if same(logits, expected):
-        return "", 0
-    pairs, T = zip(logits, expected, strict=True), len(logits)
-    n = next((n for n, pair in enumerate(pairs, start=1) if not same(*pair)), T)
-    return f"a GPT-2 with these weights gives other logits, from token {n} of {T} on", n
-
-
-def digest(tensors: dict[str, torch.Tensor]) -> str:
-    """A hash that weights of another program, stored beside our config.json, do not have: of the
-    sums over the bits of each row, which take a tenth of sha256's time over all of them."""
-    integers, sha256 = (
-        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64},
-        hashlib.sha256(),
-    )
-    for name, tensor in sorted(tensors.items()):
-        integer = integers[tensor.itemsize]
-        sums = tensor.view(integer).sum(-1, dtype=integer)  # modulo 2^bits: in any order the same
-        sha256.update(f"{name} {tuple(tensor.shape)}".encode() + sums.numpy().tobytes())
-    return sha256.hexdigest()[:16]
-
-
-# ---------------------------------------------------------------------------- out, and in again
+        tensors, shapes = with_zero_biases(model), gpt2_shapes(model.config)
+        if other := shapes.items() ^ {n: tuple(t.shape) for n, t in tensors.items()}.items():
+            return f"{min(other)[0]} is not as in a GPT-2"
+        idx = fixed_ids(model)
+        logits = model(idx, last_only=last_only)[0]  # (1, T or 1, V)
+        expected = gpt2_logits(tensors, model.config, idx, last_only)
+    if not logits.isfinite().all():
+        return "its logits contain NaN or infinity"
+    return "" if same(logits, expected) else "a GPT-2 with these weights has other logits"
 
 
 def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = None) -> str:
-    """Write config.json and model.safetensors, and tokenizer.json with tokenizer_config.json where
-    the tokenizer's JSON text is given. Returns why it is no GPT-2, which config.json says too."""
+    """Write config.json and model.safetensors and, given a tokenizer's JSON text, tokenizer.json
+    and tokenizer_config.json. Returns why it is not a GPT-2, which config.json says too, or ""."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors, (reason, differs_at) = published_tensors(model), why_not_gpt2(model)
-    tensors = tensors if reason else with_zero_biases(model, tensors)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    # Enough tokens to tell a window of that many from another.
-    n = min(model.config.block_size, max(fixed_ids(model).size(1), 2 * differs_at))
-    logits = mean_logits(model, n)
-    check = {"tokens": n, "logits": logits.tolist(), "weights": digest(tensors)}
-    check = check if logits.isfinite().all() else None
-    tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if reason := why_not_gpt2(model):
+        config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
+        check = {"tokens": CHECKED_TOKENS, "logits": mean_logits(model).tolist()}
+        metadata = {"check": json.dumps(check)}  # one entry: several are stored in random order
+        tensors = published_tensors(model)
+    else:
+        config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
+        metadata, tensors = {"format": "pt"}, with_zero_biases(model)
+    tensors = {f"transformer.{n}": tensor.cpu().contiguous() for n, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata)
 
     special = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
     end_of_text = {token["content"]: token["id"] for token in special}.get(END_OF_TEXT)
     sizes = asdict(model.config)
-    config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
-    if reason:
-        config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
-        config |= {"fields": list(sizes)}
-    dropped = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # which without them would be 0.1
+    dropped = ("embd_pdrop", "attn_pdrop", "resid_pdrop")  # which would be 0.1 without a value
     config |= dict.fromkeys(dropped, sizes.get("dropout", 0.0))
     config |= {HF_NAMES.get(name, name): value for name, value in sizes.items()}
-    config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "check": check}
+    config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    if tokenizer_json is not None:
-        # Not GPT2Tokenizer, which would put GPT-2's split pattern in the place of ours.
+    if tokenizer_json:
+        # Not GPT2Tokenizer, which would replace our split pattern by GPT-2's.
         names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
-        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        tokenizer_config |= {"model_max_length": model.config.block_size}
-        tokenizer_config |= dict.fromkeys(names, END_OF_TEXT)
-        (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
+        values = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict.fromkeys(names, END_OF_TEXT)
+        values |= {"model_max_length": model.config.block_size}
+        (directory / "tokenizer_config.json").write_text(json.dumps(values, indent=2))
         (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     return reason
 
 
-def load(model_class: type, directory: str | Path, tensors=None, allow_changed=False, **changes):
-    """The model, in eval mode and float32, of a directory with config.json, model.safetensors and
-    perhaps tokenizer.json, as `save` or Hugging Face's GPT2LMHeadModel write them.
+def load(model_class: type, directory: str | Path, allow_changed=False, **changes):
+    """The model that `save` or GPT2LMHeadModel wrote to a directory, in eval mode and float32.
 
-    tensors: {name: tensor} in the place of model.safetensors. changes: fields of its config to
-    change, such as dropout=0.1 for training on. Raises OSError; ValueError for sizes or shapes that
-    do not fit, and for a tensor of a GPT-2 that is missing; its subclass ChangedModelError for
-    another tensor that is missing or left over (masks that Hugging Face stores, a tied
-    lm_head.weight and biases of zeros may be left over), and for other logits. With allow_changed
-    no ChangedModelError: what is missing is as in a new model, and a line names it."""
+    changes: fields of its config to change, such as dropout=0.1. Raises ValueError for options or
+    shapes that do not fit; ChangedModelError for a tensor that is missing or left over, or other
+    logits. With allow_changed a line says so instead, and what is missing is as in a new model."""
     directory = Path(directory)
     stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    tensors = load_file(directory / "model.safetensors") if tensors is None else tensors
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    sizes = stored_sizes(model_class, stored)
-    config = model_class.config_class(**sizes | changes)
-    check_sizes(config, stored, tensors)  # before memory is taken for them
+    is_gpt2 = stored.get("model_type") != "gptling"
+    for key, value in GPT2.items() if is_gpt2 else ():
+        if stored.get(key, value) != value:
+            raise ValueError(f"{key} is {stored[key]!r}, in model.py {value!r}")
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {n.removeprefix("transformer."): file.get_tensor(n) for n in file.keys()}
+    model = model_class(model_class.config_class(**stored_sizes(model_class, stored) | changes))
     try:
-        with contextlib.nullcontext() if allow_changed else SkipInit():
-            model = model_class(config)
-        new, unused = model.load_state_dict(as_in_state_dict(model, tensors), strict=False)
-        parts = [("it has no", new), ("model.py has no", unused)]
-        difference = "; ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
-        if difference and resized(sizes, changes):
-            raise ValueError(difference)  # of a flag, not of another model.py
-        if difference and not allow_changed:
-            raise ChangedModelError(difference)
-        if not allow_changed:
-            check_logits(model, stored, tensors)
-        elif difference:
-            print(f"{directory}: {difference}")
-    except RuntimeError as error:  # of load_state_dict, with all names; sizes beyond 2^63
+        ours = {n: tensors[n] for n in published_tensors(model).keys() & tensors.keys()}
+        ours = {n: tensor.T if n.endswith(CONV1D) else tensor for n, tensor in ours.items()}
+        model.load_state_dict(ours, strict=False)
+    except RuntimeError as error:  # several lines, one for each shape
         raise ValueError(" ".join(str(error).split())) from None
+    check = json.loads(metadata.get("check", "null")) or stored.get("check")  # where it was before
+    difference = different_names(model, tensors)
+    if not difference and is_gpt2:
+        difference = why_not_gpt2(model, last_only=True)
+    elif not difference and check:
+        logits = mean_logits(model, check["tokens"])
+        if not same(logits, torch.tensor(check["logits"])):
+            difference = "it gives other logits than those stored with its weights"
+    if difference and not allow_changed:
+        raise ChangedModelError(difference)
+    if difference:
+        print(f"{directory}: {difference}")
     if (directory / "tokenizer.json").is_file():
         text = (directory / "tokenizer.json").read_text(encoding="utf-8")
         model.restrict_to_tokens(token_ids(text))
     return model.eval()
-
-
-class SkipInit(TorchFunctionMode):
-    """Leave parameters as they are: they are loaded next, and 124 M random numbers take 2 s."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        of_parameter = isinstance((kwargs or {}).get("tensor"), nn.Parameter)
-        if of_parameter and getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"]
-        return func(*args, **kwargs or {})
 
 
 def stored_sizes(model_class: type, stored: dict) -> dict:
@@ -266,74 +212,15 @@ def stored_sizes(model_class: type, stored: dict) -> dict:
     return {ours: stored[theirs] for ours, theirs in names.items() if theirs in stored}
 
 
-def resized(sizes: dict, changes: dict) -> dict:
-    """Those of the changes that are not as it is stored; dropout is never why loading fails."""
-    return {n: v for n, v in changes.items() if n != "dropout" and sizes.get(n, v) != v}
-
-
-def check_sizes(config, stored: dict, tensors: dict[str, torch.Tensor]):
-    """Raises ValueError where config.json is of other tensors, or has fields that are not known."""
-    if unknown := sorted(set(stored.get("fields", ())) - vars(config).keys()):
-        raise ValueError(f"it has {', '.join(unknown)}, which {type(config).__name__} has not")
-    if config.n_layer > max(1000, len(tensors)):  # shared blocks are stored once
-        raise ValueError(f"n_layer={config.n_layer}: the weights have fewer layers")
-    if "fields" in stored:  # an architecture of somebody's own, as `save` writes it
-        return
-    for key, value in GPT2.items():
-        if stored.get(key, value) != value:
-            raise ValueError(f"{key} is {stored[key]!r:.50}, in model.py {value!r}")
-    for name, shape in gpt2_shapes(config).items():
-        if name in tensors and tensors[name].shape != shape:
-            raise ValueError(f"{name} is {tuple(tensors[name].shape)}, in config.json {shape}")
-        if name not in tensors and not name.endswith(".bias"):
-            raise ValueError(f"{name} is missing")
-
-
-def as_in_state_dict(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Published tensors by the names and in the layout of the model's state_dict, without what may
-    be left over. Raises ValueError for two that differ and are one in the model."""
-    state, first_names = {}, {}
-    names = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        if name in names and tensor.is_floating_point() != names[name].is_floating_point():
-            raise ValueError(f"{name} is {tensor.dtype}, in model.py {names[name].dtype}")
-        mask = name.endswith((".attn.bias", ".attn.masked_bias"))
-        zeros = name.endswith(".bias") and not tensor.any()
-        if name in names or not (mask or zeros):
-            state[name] = tensor.T if name.endswith(CONV1D) else tensor
-    for name, tensor in names.items():
-        first = first_names.setdefault(id(tensor), name)
-        if first != name and first in state:  # such as a tied lm_head.weight
-            if name in state and not torch.equal(state[name], state[first]):
-                raise ValueError(f"{name} is another than {first}, and in model.py they are one")
-            state[name] = state[first]
-    return state
-
-
-def check_logits(model: nn.Module, stored: dict, tensors: dict[str, torch.Tensor]):
-    """Raises ChangedModelError where the model gives other logits than that of the checkpoint did,
-    or, if none are stored of these tensors, where only one of the two is a GPT-2."""
-    check = stored.get("check")
-    n = check["tokens"] if is_check(check, model.config.block_size) else 0
-    if n and same(mean_logits(model, n), torch.tensor(check["logits"])):
-        return
-    reason, _ = why_not_gpt2(model, AT_A_LOAD)
-    if reason and not mean_logits(model).isfinite().all():
-        raise ValueError("its logits contain NaN or infinity")
-    if n and check["weights"] == digest(tensors):
-        raise ChangedModelError("it gives other logits than those in config.json")
-    kind = stored.get("model_type", "gpt2")
-    if (kind == "gpt2") == bool(reason):
-        raise ChangedModelError(f"model_type is {kind!r:.50}, but {reason or 'it is a GPT-2'}")
-
-
-def is_check(check, block_size: int) -> bool:
-    """Whether this is what `save` writes, and no other program or hand has changed it."""
-    check = check if isinstance(check, dict) else {}
-    logits, tokens = check.get("logits"), check.get("tokens")
-    numbers = isinstance(logits, list) and [type(x) is float and math.isfinite(x) for x in logits]
-    length = type(tokens) is int and 0 < tokens <= block_size
-    return numbers == [True] * 16 and length and "weights" in check
+def different_names(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
+    """The tensors that only a checkpoint or only the model has, but for masks that Hugging Face
+    stored, biases of zeros, and second names of shared tensors."""
+    missing = sorted(published_tensors(model).keys() - tensors.keys())
+    unused = sorted(tensors.keys() - model.state_dict().keys())
+    unused = [n for n in unused if not n.endswith((".attn.bias", ".attn.masked_bias"))]
+    unused = [n for n in unused if not n.endswith(".bias") or tensors[n].any()]
+    parts = {"it has no": missing, "model.py has no": unused}
+    return "; ".join(f"{what} {', '.join(names)}" for what, names in parts.items() if names)
 
 
 def token_ids(tokenizer_json: str) -> list[int]:

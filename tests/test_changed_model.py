@@ -16,7 +16,7 @@ from gptling import loss as loss_module
 from gptling.cli import UserError
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
-from gptling.gpt2_format import ChangedModelError, load, save, why_not_gpt2
+from gptling.gpt2_format import ChangedModelError, load, save
 from gptling.loss import loss_in_pieces, objective_and_parts, use_loss_in_pieces
 from gptling.pretrained import load_model
 from gptling.processes import recompute_activations
@@ -184,15 +184,9 @@ def test_a_checkpoint_is_taken_for_what_it_is(edit, bias, tmp_path):
         load(GPT, tmp_path)  # the unchanged code
 
 
-@pytest.mark.parametrize("numbers", [True, False])
-def test_a_checkpoint_of_the_unchanged_code_is_refused_by_another_model(edit, numbers, tmp_path):
-    """With the logits that are stored since November 2026, and without them, as from the hub."""
+def test_a_checkpoint_of_the_unchanged_code_is_refused_by_another_model(edit, tmp_path):
     unchanged = random_model(sys.modules["model"])
     save(unchanged, tmp_path)
-    if not numbers:
-        config = json.loads((tmp_path / "config.json").read_text())
-        del config["check"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
     if edit.gpt2:
         load(edit.module.GPT, tmp_path)
         return
@@ -203,19 +197,6 @@ def test_a_checkpoint_of_the_unchanged_code_is_refused_by_another_model(edit, nu
 
 
 # ---------------------------------------------------------------------------- what is stored
-
-
-def test_a_checkpoint_carries_16_numbers_that_its_model_gives(tmp_path):
-    """Every logit counts in one of them; other programs pass over them."""
-    model = random_model(sys.modules["model"])
-    save(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    check, idx = config["check"], torch.arange(config["check"]["tokens"])
-    idx = (31 * idx * idx + 7 * idx + 3) % 97
-    with torch.no_grad():
-        logits = model(idx[None])[0][0, -1].double()
-    expected = [logits[i::16].mean().item() for i in range(16)]
-    assert check["logits"] == pytest.approx(expected, abs=1e-5) and check["tokens"] == 16
 
 
 @pytest.mark.parametrize(
@@ -244,63 +225,6 @@ def test_weights_that_another_program_has_changed_anywhere_are_no_other_model(
             load(GPT, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [5, "x", [], {}, {"logits": None}, {"logits": ["a"] * 16}, {"logits": [0] * 16},
-     {"logits": [1.0] * 15}, {"logits": [10**400] * 16}, {"tokens": 1.5}, {"tokens": "32"},
-     {"tokens": 17}, {"tokens": 0}, {"tokens": True}],
-)  # fmt: skip
-def test_numbers_that_are_not_as_they_were_written_are_passed_over(tmp_path, check):
-    model = random_model(sys.modules["model"])
-    save(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["check"] = config["check"] | check if check and isinstance(check, dict) else check
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert torch.equal(load_model(GPT, tmp_path).wte.weight, model.wte.weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
-def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path, dtype):
-    save(random_model(sys.modules["model"]), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=rf"is {dtype}, in model.py torch.float32"):
-        load_model(GPT, tmp_path)
-
-
-@pytest.mark.parametrize("change", [{"n_head": 4}, {"check": "off by a thousandth"}])
-def test_other_numbers_are_refused_in_one_line_unless_that_is_meant(tmp_path, change):
-    save(random_model(sys.modules["model"]), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    if "check" in change:
-        spread = torch.tensor(config["check"]["logits"]).std().item()
-        config["check"]["logits"][7] += 1e-3 * spread
-        change = {}
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ChangedModelError):
-        load(GPT, tmp_path)
-    with pytest.raises(UserError, match="--allow_changed_model=True") as raised:
-        load_model(GPT, tmp_path)
-    assert "\n" not in str(raised.value)
-    assert load_model(GPT, tmp_path, allow_changed=True).config.n_head == change.get("n_head", 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_numbers_are_of_the_weights_as_they_are_stored(tmp_path, dtype):
-    """And of a model in training mode, with TF32 allowed and inside autocast."""
-    model = random_model(sys.modules["model"], dropout=0.5).to(dtype).train()
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    with torch.autocast("cpu", torch.bfloat16):
-        save(model, tmp_path)
-    assert torch.get_float32_matmul_precision() == "medium" and model.training
-    torch.set_float32_matmul_precision(precision)
-    assert next(model.parameters()).dtype == dtype
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gpt2"
-    load(GPT, tmp_path)
-
-
 def test_a_change_that_the_first_weights_hide_shows_at_a_later_save(tmp_path):
     """Small logits are far from their cap."""
     torch.manual_seed(0)
@@ -310,16 +234,8 @@ def test_a_change_that_the_first_weights_hide_shows_at_a_later_save(tmp_path):
     assert not save(model, tmp_path)
     with torch.no_grad():
         model.wte.weight.mul_(1e3)
-    assert "gives other logits" in save(model, tmp_path)
+    assert "has other logits" in save(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gptling"
-
-
-def test_a_change_far_back_in_the_window_shows(tmp_path):
-    """In the 1,024 positions of a small model, all of which are tried."""
-    model = random_model(sys.modules["model"], block_size=1024)
-    for block in model.h:
-        block.attn.causal_mask = torch.ones(1024, 1024).tril().triu(-1000).bool()
-    assert "other logits, from token" in why_not_gpt2(model)[0]
 
 
 def test_models_with_the_same_tensors_are_told_apart(tmp_path):
@@ -329,37 +245,16 @@ def test_models_with_the_same_tensors_are_told_apart(tmp_path):
         load(alibi.GPT, tmp_path)
 
 
-def test_a_token_that_is_masked_with_minus_infinity_leaves_numbers_to_compare(tmp_path):
-    class Masked(GPT):
-        def logits(self, x):
-            return super().logits(x).index_fill(-1, torch.tensor([96]), -math.inf)
-
-    masked = SimpleNamespace(GPT=Masked, GPTConfig=GPTConfig)
-    save(random_model(masked), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["check"]
-    load(Masked, tmp_path)
-    with pytest.raises(ChangedModelError):
-        load(GPT, tmp_path)
-
-
 def test_shared_blocks_are_stored_once_and_no_other_blocks_are_taken_for_them(tmp_path):
     shared = edited_module("shared blocks")
     save(random_model(shared), tmp_path / "shared")
     names = load_file(tmp_path / "shared" / "model.safetensors")
     assert {name.split(".")[2] for name in names if ".h." in name} == {"0"}
     save(random_model(sys.modules["model"]), tmp_path / "unshared")
-    with pytest.raises(ValueError, match=r"h\.1\.ln_1\.weight is another than h\.0\.ln_1\.weight"):
+    with pytest.raises(ValueError, match=r"h\.1\..* is not as in a GPT-2"):
         load(shared.GPT, tmp_path / "unshared")
     weights = logits_and_attention(random_model(shared), torch.randint(97, (1, 12)))[1]
     assert weights.shape == (2, 2, 12, 12) and not torch.equal(weights[0], weights[1])
-
-
-def test_a_field_that_model_py_lacks_is_named(tmp_path):
-    """Both are "gptling": another change than the one that made the checkpoint."""
-    one, other = edited_module("a scale of the logits, as a field"), edited_module("a wider MLP")
-    save(one.GPT(one.GPTConfig(**SIZES)), tmp_path)
-    with pytest.raises(ValueError, match="it has logit_scale, which GPTConfig has not"):
-        load(other.GPT, tmp_path)
 
 
 def test_attention_weights_that_are_not_what_is_computed_are_refused():
@@ -559,7 +454,7 @@ def test_a_deliberate_change_goes_on_from_weights_of_another_model(trained, tmp_
     process = run_script(tmp_path / "train.py", *resume, cwd=tmp_path)
     error = process.stderr.decode()
     assert process.returncode == 1 and error.count("\n") == 1, error
-    assert "computes something else" in error and "--allow_changed_model=True" in error
+    assert "computes something else" in error and "--allow_changed_model" in error
     output_of(tmp_path / "train.py", *resume, "--allow_changed_model", cwd=tmp_path)
     output_of(tmp_path / "sample.py", "out/mine/checkpoint-22", cwd=tmp_path)
     process = run_script("sample.py", "out/mine/checkpoint-22", cwd=tmp_path)
@@ -581,7 +476,7 @@ def test_what_a_checkpoint_lacks_is_made_as_in_a_new_model_where_that_is_meant(t
         (EDITS["rotary positions"].changes, "model.py has no wpe.weight"),
     ]:
         model_class = edited_module(*changes).GPT
-        with pytest.raises(UserError, match=f": {line}; .*--allow_changed_model=True"):
+        with pytest.raises(UserError, match=f": {line}; .*--allow_changed_model"):
             load_model(model_class, tmp_path)
         model = load_model(model_class, tmp_path, allow_changed=True)
         assert capsys.readouterr().out == f"{tmp_path}: {line}\n"
@@ -590,15 +485,6 @@ def test_what_a_checkpoint_lacks_is_made_as_in_a_new_model_where_that_is_meant(t
         if changes is GATE:
             idx, _ = batch()
             assert torch.equal(model(idx)[0], stored(idx)[0])
-
-
-def test_a_size_that_a_flag_changes_is_no_change_of_the_model(tmp_path):
-    """Also where a changed model.py is allowed: layers of the checkpoint would be thrown away."""
-    save(random_model(sys.modules["model"]), tmp_path)
-    for allow_changed in (False, True):
-        with pytest.raises(UserError, match="n_layer=1, where it has 2: ") as raised:
-            load_model(GPT, tmp_path, allow_changed=allow_changed, n_layer=1)
-        assert "allow_changed_model" not in str(raised.value)
 
 
 def test_a_run_goes_on_with_a_new_parameter(trained, tmp_path):

@@ -2,7 +2,6 @@
 
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import ChangedModelError, load, save
 from gptling.loss import loss_in_pieces, use_loss_in_pieces
-from gptling.pretrained import build_model, take_sizes
 from model import GPT
 from tests.edits import edited_module
 from tests.test_changed_model import batch, random_model
@@ -315,16 +313,6 @@ def test_a_field_may_have_any_type():
         assert vars(resumed_config(Config(), saved, {}, [])) == saved
         preset = tomllib.loads(as_preset(Config(**saved)))  # which has no word for None
         assert preset.get("window") == saved["window"] and preset["sizes"] == [*saved["sizes"]]
-
-
-@pytest.mark.parametrize("name", ["block_size", "vocab_size", "n_layer", "n_head", "n_embd"])
-def test_a_size_of_another_name_is_one_line_before_anything_is_trained(name):
-    """Its flag would do nothing, and the first checkpoint would not know of it."""
-    module = edited_module((name, "another"))
-    with pytest.raises(UserError, match=f"^model.py: GPTConfig has no {name}; keep"):
-        build_model(module.GPT, TrainConfig(), None, None)
-    with pytest.raises(UserError, match=f"^model.py: GPTConfig has no {name}; keep"):
-        take_sizes(TrainConfig(), {}, module.GPT, Path("any"))
 
 
 def test_many_shared_blocks_are_loaded(tmp_path):
