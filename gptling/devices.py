@@ -1,11 +1,9 @@
 """What depends on the machine: the device, the dtype, the kernel of attention, memory and peaks."""
 
-import contextlib
 import ctypes
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -13,26 +11,23 @@ import torch.nn.functional as F
 
 from gptling.cli import UserError
 
-CGROUP = Path("/sys/fs/cgroup")
-
 
 def pick_device(device: str) -> str:
-    """`auto` to cuda, mps or cpu. Raises UserError for a device that is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    """`auto` to cuda, mps or cpu. Raises UserError for a device that is missing."""
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if device == "auto":
-        return next((name for name in there if there[name]), "cpu")
-    if not there.get(device, True):
+        return next((name for name in found if found[name]), "cpu")
+    if not found.get(device, True):
         raise UserError(f"--device={device}: PyTorch finds none here; give --device=auto")
     return device
 
 
 def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for matmuls in this dtype, and may use them (the variable
-    ATEN_CPU_CAPABILITY=avx2); without them those in bfloat16 take 400 times as long as in float32.
-    """
+    """Whether the CPU has instructions for matmuls in this dtype, and may use them: the variable
+    ATEN_CPU_CAPABILITY=avx2 forbids it. Without them bfloat16 is emulated, very slowly."""
     if dtype == torch.bfloat16:
-        there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return there and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return native and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return dtype != torch.float16
 
 
@@ -57,8 +52,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
-    """F.scaled_dot_product_attention; in float32 for q in bfloat16 on a CPU, whose kernel takes 8
-    times as long for one query; only in training on long sequences it does not."""
+    """F.scaled_dot_product_attention, in float32 for q in bfloat16 on a CPU: its bfloat16 kernel is
+    slower, except in training on long sequences."""
     long = q.requires_grad and q.size(2) >= 256
     if q.dtype != torch.bfloat16 or q.device.type != "cpu" or long:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
@@ -70,8 +65,8 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
 
 
 def use_float32_attention(model: nn.Module, attention: Callable = float32_attention) -> bool:
-    """Put a function in the place of PyTorch's kernel of attention, in layers that name theirs
-    `attend`; a kernel of one's own stays. Returns whether all blocks have no other now."""
+    """Replace PyTorch's attention kernel, in layers that name theirs `attend`, by a function. Your
+    own kernel stays. Returns whether all blocks have no other kernel now."""
     for module in model.modules():
         if getattr(module, "attend", None) in (F.scaled_dot_product_attention, float32_attention):
             module.attend = attention
@@ -80,8 +75,8 @@ def use_float32_attention(model: nn.Module, attention: Callable = float32_attent
 
 
 def choose_algorithms(deterministic: bool):
-    """Matmuls of float32 in TF32 where a GPU has it; nothing changes on a CPU. deterministic: the
-    same numbers in every run, https://docs.pytorch.org/docs/stable/notes/randomness.html"""
+    """Let a GPU that has TF32 use it for float32 matmuls. deterministic: the same numbers in every
+    run, https://docs.pytorch.org/docs/stable/notes/randomness.html"""
     torch.set_float32_matmul_precision("high")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matmul
@@ -89,32 +84,17 @@ def choose_algorithms(deterministic: bool):
 
 
 def keep_freed_memory():
-    """Let glibc's malloc keep what is freed for the next step, large blocks too, which otherwise go
-    back to the system and come again as pages of zeros."""
+    """Let glibc's malloc keep freed memory for the next step. Otherwise large blocks go back to the
+    system and return as pages of zeros."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "gnu_get_libc_version"):
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
-def free_memory(device: str) -> int:
-    """In bytes, for this process; 4 GB on a CPU whose system does not say."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    free, sharing = 4 * 10**9, int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvail"))
-    with contextlib.suppress(OSError, ValueError):  # a container's limit; "max" where it has none
-        most, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        statistics = dict(line.split() for line in (CGROUP / "memory.stat").open())
-        free = min(free, most - used + int(statistics["inactive_file"]))  # given back when needed
-    return free // sharing
-
-
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:
-    """The share of the GPU's peak that 6 FLOPs per parameter and token come to (Kaplan et al. 2020,
-    https://arxiv.org/abs/2001.08361, without attention's); None where the peak is not known."""
+    """The share of the GPU's peak that 6 FLOPs a parameter and token come to (Kaplan et al. 2020,
+    https://arxiv.org/abs/2001.08361, without attention's), or None for a GPU that is not listed."""
     # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
     peaks = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}
     peak = next((peak for name, peak in peaks.items() if name in gpu), None)

@@ -3,6 +3,7 @@
 What a logit is, and what a token's loss, say `model.logits` and `model.losses` alone."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -10,7 +11,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gptling.cli import UserError
-from gptling.dataset import seed_generators
 
 ROWS_WITHOUT_GRADIENT = 2048  # rows of logits held at a time where no gradient is needed
 # Logits in float32 at a time: 16 MB stay in a CPU's cache; 512 MB elsewhere.
@@ -85,38 +85,32 @@ def loss_in_pieces(
 def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
     """Let a model have its loss from loss_in_pieces, if that gives the same loss and gradients.
     rows: of logits in a micro-batch of a model that will be compiled, which holds them all at once
-    if a GPU has room for four times as much in float32; 0 if none is compiled."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if a GPU has room for four times as much in float32. 0 if it will not be compiled."""
     idx = torch.arange(min(8, model.config.block_size), device=next(model.parameters()).device)
     idx = idx[None] % model.config.vocab_size
 
-    def loss_and_norms():  # of the gradients
-        seed_generators(0)  # the same dropout
-        with kept_buffers(model):
-            loss, _ = objective_and_parts(model(idx, idx))
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    def loss_and_norms(pieces):  # of the gradients; of a copy, whose buffers may change
+        trial = copy.deepcopy(model)
+        trial.loss_in_pieces = pieces
+        torch.manual_seed(0)  # the same dropout
+        loss, _ = objective_and_parts(trial(idx, idx))
+        parameters = [p for p in trial.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         return torch.stack([loss.detach(), *(g.norm() for g in gradients if g is not None)])
 
-    with kept_buffers(model), torch.random.fork_rng([]):
-        model.losses = lambda logits, targets: logits.new_zeros(len(targets))
-        rest = model(idx, idx)[1]  # what forward adds to them; first calls may draw random numbers
-        del model.losses
-        plain = loss_and_norms()
-        model.loss_in_pieces = partial(loss_in_pieces, rows=3)
+    with torch.random.fork_rng([]):
+        plain = loss_and_norms(None)
         try:
-            pieces = loss_and_norms()
-        except (AttributeError, TypeError):  # forward takes more than the losses: it has no logits
+            pieces = loss_and_norms(partial(loss_in_pieces, rows=3))
+        except (AttributeError, TypeError):  # forward needs the logits, which are None
             pieces = plain[:0]
-    same = len(pieces) == len(plain) and torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7)
-    if not same or rest != 0 or rest.requires_grad:
-        print("forward's own loss is used, and takes more memory: in pieces it is another")
-        model.loss_in_pieces = None
-    else:  # out of the compiled graph it differentiates inside; that imports the compiler, in 0.9 s
-        free = torch.cuda.mem_get_info()[0] if rows and torch.cuda.is_available() else 0
-        in_graph = not rows or 16 * rows * model.config.vocab_size < free
-        model.loss_in_pieces = (
-            loss_in_pieces if in_graph else torch.compiler.disable(loss_in_pieces)
-        )
+    if len(pieces) != len(plain) or not torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7):
+        print("chunked loss disabled: forward() computes a different loss; it uses more memory")
+        return
+    # Out of the compiled graph pieces differentiate inside. That imports the compiler, in a second.
+    free = torch.cuda.mem_get_info()[0] if rows and torch.cuda.is_available() else 0
+    in_graph = not rows or 16 * rows * model.config.vocab_size < free
+    model.loss_in_pieces = loss_in_pieces if in_graph else torch.compiler.disable(loss_in_pieces)
 
 
 @contextlib.contextmanager

@@ -234,7 +234,7 @@ def test_a_loss_that_pieces_would_not_give_stays_as_it_is_and_that_is_said(kind,
     use_loss_in_pieces(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert (model.loss_in_pieces is None) == (kind not in KINDS)
-    assert capsys.readouterr().out.count("forward's own loss is used") == (kind not in KINDS)
+    assert capsys.readouterr().out.count("chunked loss disabled") == (kind not in KINDS)
 
 
 @pytest.mark.slow
