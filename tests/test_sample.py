@@ -17,6 +17,7 @@ from gptling.cli import UserError, load
 from gptling.decoding import speed_up
 from gptling.gpt2_format import save
 from gptling.pretrained import find_checkpoint
+from gptling.steps import GraphedStep
 from gptling.streaming import Sample
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
@@ -508,7 +509,7 @@ def test_a_graph_of_a_step_changes_no_text(padded, monkeypatch):
     options = {"temperature": 0.0, "padding_mask": mask}
     expected = torch.stack(list(model.generate(idx, 100, **options)))  # past the window
     fast = copy.deepcopy(model)
-    fast_step = decoding.GraphedStep(fast, compile=False)
+    fast_step = GraphedStep(fast, compile=False)
     fast.next_logits = fast_step
     fast.next_logits = decoding.verified(fast, model)
     for _ in range(2):
