@@ -116,9 +116,8 @@ def _exit(code):
 
 
 def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
-    """An instance of the dataclass `cls` from the command line, the flags given to it, the names
-    of what flags and presets say, and of the fields that __post_init__ has set the values before,
-    from which it can set them anew.
+    """An instance of the dataclass `cls` from the command line, the flags given to it, and the
+    names of what flags and presets say.
 
     presets: the words before the first flag are presets; otherwise `cls` has a positional field of
     its own. A usage error exits with code 2."""
@@ -157,9 +156,7 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
             _let_first_speak()
         raise
     given = {name: getattr(config, name) for name in names if name in hints}
-    unsaid = {n: v for n, v in vars(default).items() if n not in given}
-    derived = {n: v for n, v in unsaid.items() if getattr(config, n) != v}
-    return config, given, said | given.keys(), derived
+    return config, given, said | given.keys()
 
 
 def is_preset(word: str, before: str, hints: dict[str, Any]) -> bool:

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from gptling import gpt2_format
-from gptling.checkpoints import best_checkpoint, list_checkpoints, read_metrics
 from gptling.cli import UserError, in_words, is_main, optional_package
 from gptling.files import read_json
+from gptling.run import best_checkpoint, list_checkpoints, read_metrics
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 

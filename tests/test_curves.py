@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from gptling.checkpoints import Progress
 from gptling.report import Report, draw_curves
+from gptling.run import Progress
 from model import GPT, GPTConfig
 from tests.conftest import TINY, one_process, output_of, run_script
 from train import TrainConfig

@@ -17,9 +17,9 @@ import pytest
 import tiktoken
 import torch
 
-from gptling.checkpoints import best_checkpoint
 from gptling.cli import UserError
 from gptling.gpt2_format import load, save
+from gptling.run import best_checkpoint
 from gptling.tokenizers import (
     BPE_PATTERN,
     build_tokenizer,

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptling import checkpoints
-from gptling.checkpoints import Progress, RunDirectory
+from gptling import run as checkpoints
 from gptling.cli import UserError
 from gptling.explain import write_page
 from gptling.files import lock_directory, read_json, replace, writing
 from gptling.report import draw_curves
+from gptling.run import Progress, RunDirectory
 from gptling.shards import TokenShards
 from gptling.tokenizers import build_tokenizer
 from model import GPT, GPTConfig
@@ -47,7 +47,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     run.save({"step": 3}, model, model, [], scaler, Progress(step=3), TrainConfig(), data)
     at = events.index("renamed")
     files = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
-    assert len(files) == 7 and files | {".checkpoint-3.writing"} == set(events[:at])
+    assert len(files) == 6 and files | {".checkpoint-3.writing"} == set(events[:at])
     assert events[at:] == ["renamed", tmp_path.name]
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gptling.checkpoints import list_checkpoints, step_of
 from gptling.dataset import micro_batches
 from gptling.processes import Processes, StopSignals
+from gptling.run import list_checkpoints, step_of
 from tests.conftest import ROOT, TINY, run_script
 from train import TrainConfig
 
