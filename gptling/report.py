@@ -71,7 +71,7 @@ class Report:
         if mfu := flops_utilisation(one_gpu, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
             pace += f", MFU {100 * mfu:.0f} %"
-        self.log(**losses | numbers | {"step": step})
+        self.log(step=step, **losses | numbers)
         named = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
         self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(f"{named}, {pace}")
