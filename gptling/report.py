@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import shlex
 import sys
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from gptling.cli import optional_package
 from gptling.devices import flops_utilisation
-from gptling.files import writing
+from gptling.files import replace, writing
 from gptling.tokenizers import start_token
 
 
@@ -186,4 +187,6 @@ def draw_curves(out_dir: Path):
     axes.set_ylim(top=1.1 * val[0][1])  # the fall from ln(vocabulary) would press the rest flat
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out_dir / "loss.png")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    replace(out_dir / "loss.png", picture.getvalue())

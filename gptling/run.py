@@ -134,7 +134,7 @@ class RunDirectory:
         what a killed one has left after that step, and write config.toml. Raises UserError."""
         if not self.processes.is_main:
             return
-        with writing(self.path):
+        with writing(self.path / "config.toml"):
             self.path.mkdir(parents=True, exist_ok=True)
             self.take_lock()
             if step == 0 and list_checkpoints(self.path):

@@ -23,7 +23,7 @@ from gptling.processes import recompute_activations
 from model import GPT, GPTConfig
 from tests import try_model
 from tests.conftest import ROOT, TINY, output_of, run_here, run_script
-from tests.edits import EDITS, Edit, edited_module
+from tests.edits import EDITS, edited_module
 from tests.test_model import generate
 from train import TrainConfig, configure_optimizers
 
