@@ -99,8 +99,6 @@ class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
             raise ValueError(f"--dataset={self.dataset!r}: give a name under data/, not a path")
         if self.resume + self.auto_resume + self.overwrite + self.eval_only > 1:
             raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
-        if self.minutes and (self.resume or self.eval_only):
-            raise ValueError("--minutes plans a new run: leave it out")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
 
@@ -183,6 +181,8 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 def main():
     # ------------------------------------------------------------ configuration
     config, given, said = load(TrainConfig, __doc__, presets=True)
+    if given.get("minutes") and (config.resume or config.eval_only):  # a preset's does not count
+        raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
     processes = Processes()
     run_directory = RunDirectory(Path(config.out_dir), processes)

@@ -78,9 +78,8 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
-    """Return a run's saved configuration with the flags that were given. Print what they change,
-    and saved settings that this code does not know. Raises UserError for a flag that would make it
-    a different run."""
+    """Return a run's saved configuration with the flags that were given. Print changes and unknown
+    settings. Raises UserError for a flag that would make it a different run."""
     names = [field.name for field in fields(config) if field.name not in START_FLAGS]
     for name in sorted(saved.keys() - set(names) - START_FLAGS):
         print(f"{name}: {saved[name]} in the run, unknown to this code")
