@@ -7,12 +7,10 @@
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
 writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,
-config.toml, and where matplotlib and TensorBoard are installed loss.png and tensorboard/. What
-neither a flag nor a preset says is as the quick start has it, below, or planned for the time.
+config.toml, and loss.png and tensorboard/ if matplotlib and TensorBoard are installed.
 
 References:
-- Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101; cosine decay,
-  https://arxiv.org/abs/1608.03983
+- Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101
 - Micikevicius et al. 2018, mixed precision, https://arxiv.org/abs/1710.03740
 - Brown et al. 2020 (GPT-3), appendix B: the recipe of AdamW in config/gpt2.toml
 - Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
@@ -22,6 +20,7 @@ References:
 
 import itertools
 import math
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,18 +29,17 @@ from typing import Literal
 import torch
 from tyro.conf import Suppress
 
-from gptling.checkpoints import Progress, RunDirectory
-from gptling.cli import Fraction, PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import Fraction, PositiveInt, UserError, check_numbers, load, optional_package, run
 from gptling.dataset import Dataset, micro_batches, seed_generators
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
 from gptling.loss import objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
-from gptling.optim import check_finite, load_states
-from gptling.plan import plan_run
+from gptling.plan import STARTED, plan_run
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
+from gptling.run import Progress, RunDirectory, check_finite, load_states
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
 
@@ -58,8 +56,9 @@ class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
     minutes: float = 0.0  # plan for so long what no flag or preset says; 1 if none says max_iters
     out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
-    resume: bool = False  # go on from the newest checkpoint in out_dir; explicit flags override
-    overwrite: bool = False  # delete the run that is in out_dir
+    resume: bool = False  # continue from the newest checkpoint in out_dir; explicit flags override
+    auto_resume: bool = False  # resume if out_dir has a checkpoint, otherwise begin
+    overwrite: bool = False  # move the run in out_dir to OUT_DIR.old, and begin
     init_from: str = "scratch"  # scratch, a run, a checkpoint, or the hub name of a GPT-2
     eval_only: bool = False  # only print the loss of init_from over the whole validation split
     batch_size: PositiveInt = 32  # sequences of block_size tokens in a micro-batch
@@ -98,13 +97,13 @@ class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
         check_numbers(self)
         if not is_plain_name(self.dataset):
             raise ValueError(f"--dataset={self.dataset!r}: give a name under data/, not a path")
-        if self.resume + self.overwrite + self.eval_only > 1:
-            raise ValueError("--resume, --overwrite and --eval_only exclude each other")
+        if self.resume + self.auto_resume + self.overwrite + self.eval_only > 1:
+            raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
 
 
-# What makes a run another run, and so stays when it is resumed, as the sizes of the model do.
+# A flag that changes one of these would make it a different run: resuming refuses it.
 FIXED = {"init_from", "batch_size", "gradient_accumulation_steps", "optimizer", "seed"}
 FIXED |= {"block_size", "n_layer", "n_head", "n_embd", "vocab_multiple", "bias"}
 
@@ -173,7 +172,6 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     seed_generators(config.seed)
     model = build_model(GPT, config, data, source)
     device = processes.device
-    # bfloat16 took 1.45 times as long as float32 at a width of 64, and 0.56 times at 128.
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     compile = config.compile
@@ -186,79 +184,79 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
         use_float32_attention(model)
     if config.recompute:
         recompute_activations(model, compile_blocks=compile and config.fsdp)
-    parallel = processes.wrap(model, config.fsdp, autocast)  # gradients: the mean of all processes
+    parallel = processes.wrap(model, config.fsdp, dtype)  # gradients: the mean of all processes
     compiled = torch.compile(parallel) if compile else parallel
     return model, parallel, compiled, autocast, dtype, configure_optimizers(model, config, dtype)
 
 
 def main():
-    # ------------------------------------------------------------ configuration, and the run so far
-    config, given, kept = load(TrainConfig, __doc__, presets=True)
-    if config.minutes and "minutes" in given and (config.resume or config.eval_only):
+    # ------------------------------------------------------------ configuration
+    config, given, said = load(TrainConfig, __doc__, presets=True)
+    if given.get("minutes") and (config.resume or config.eval_only):  # a preset's does not count
         raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
     processes = Processes()
-    rank, world_size = processes.rank, processes.world_size
     run_directory = RunDirectory(Path(config.out_dir), processes)
-    state = {}
+    source, state = None, {}  # the checkpoint to start from; what else a resumed run needs
     if config.eval_only:
-        config.init_from = source = find_checkpoint(config.init_from)
-        config.eval_tokens = given.get("eval_tokens", 0)  # the whole split, whatever a preset says
-    else:  # explicit flags override what a resumed run had
+        config.eval_tokens = given.get("eval_tokens", 0)  # the whole split, even with a preset
+    else:  # explicit flags override the settings of a resumed run
         config, source, state = run_directory.resume_or_begin(config, given, FIXED)
-        if source is None and config.init_from != "scratch":
-            source = find_checkpoint(config.init_from)
-    longest = math.inf  # sequence that the checkpoint begun from allows
-    if source:
-        longest = take_sizes(config, given, GPT, source)
-        kept |= GPTConfig.__dataclass_fields__.keys() - {"block_size", "dropout"}
-    progress = state.get("progress", Progress())
     device = processes.use_device(config.device)
     choose_algorithms(config.deterministic)
 
-    # ------------------------------------------------------------ data
+    # ------------------------------------------------------------ source and plan
+    if source is None and config.init_from != "scratch":
+        source = find_checkpoint(config.init_from)
+    longest = math.inf  # sequence that the source allows
+    if source:
+        longest = take_sizes(config, given, GPT, source)
+        said |= GPTConfig.__dataclass_fields__.keys() - {"block_size", "dropout"}
     missing = config.dataset == "quickstart" and not any(Path("data/quickstart").glob("*"))
     if missing and processes.is_main and not config.eval_only:
         prepare(PrepareConfig())
     processes.barrier()
-    if not (kept & {"minutes", "max_iters"} or config.dataset == "quickstart"):
-        config.minutes = 1.0
-    if (config.minutes or "minutes" in kept) and not (state or config.eval_only):
-        set_up_candidate = partial(set_up, source=source, processes=processes)
-        plan_run(config, given, kept, longest, set_up_candidate, processes)
+    if not (state or config.eval_only):
+        if not (said & {"minutes", "max_iters"} or config.dataset == "quickstart"):
+            config.minutes = 1.0
+        if config.minutes or "minutes" in said:
+            set_up_candidate = partial(set_up, source=source, processes=processes)
+            plan_run(config, given, said, longest, set_up_candidate, processes)
+
+    # ------------------------------------------------------------ data
     if config.min_lr > config.learning_rate:
         raise UserError(f"--min_lr={config.min_lr}: at most --learning_rate={config.learning_rate}")
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
         changed = f"{data.directory} is not what {config.out_dir} was trained on"
-        raise UserError(f"{changed}: prepare that again, or give --allow_changed_data=True")
+        raise UserError(f"{changed}: prepare that again, or give --allow_changed_data")
 
-    # ------------------------------------------------------------ model and optimizers
+    # ------------------------------------------------------------ model
     model, parallel, compiled, autocast, dtype, optimizers = set_up(config, data, source, processes)
     config.vocab_size = model.config.vocab_size
     if config.eval_only:
         with autocast:
-            print_evaluation(config.init_from, data, *evaluate(parallel, data, config, processes))
+            print_evaluation(source, data, *evaluate(parallel, data, config, processes))
         return
-
-    _, micro_steps = micro_batches(config, world_size)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    load_states(model, optimizers, scaler, state)  # of a resumed run
-
-    # ------------------------------------------------------------ what is written
+    load_states(model, optimizers, scaler, state)
+    progress = state.get("progress", Progress())
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
     batches = itertools.chain([next(batches)], batches)  # bad data shows before anything is written
-    run_directory.start(progress.step, config.overwrite)
-    signals, stopped = StopSignals(processes), 0
+    if config.wandb:
+        optional_package("wandb", "wandb")  # and so does its absence
+    run_directory.start(config, progress.step)
     report = Report(config, processes, progress, model, data.n_tokens, dtype)
 
     def save(metrics):  # called by all processes: each gives its shards, the first one writes
         progress.loss_sum, progress.seconds = loss_sum.item(), report.seconds()
-        progress.computed_in = report.computed_in
         full_model = processes.full_model(model, GPT)
         run_directory.save(metrics, model, full_model, optimizers, scaler, progress, config, data)
 
     # ------------------------------------------------------------ loop
+    signals, stopped = StopSignals(processes), 0
+    rank, world_size = processes.rank, processes.world_size
+    _, micro_steps = micro_batches(config, world_size)
     loss_sum = torch.tensor(progress.loss_sum, device=device)  # since the last evaluation
     for step in range(progress.step, config.max_iters):
         lr = learning_rate(step, config)
@@ -270,7 +268,8 @@ def main():
             x, y = next(batches)
             # Dropout is a function of the micro-batch, wherever it is computed.
             seed_generators(hash((config.seed, step, micro_step * world_size + rank)))
-            processes.set_gradient_sync(parallel, enabled=micro_step == micro_steps - 1)
+            # DDP's switch: gradients travel once a step, with the last micro-batch.
+            parallel.require_backward_grad_sync = micro_step == micro_steps - 1
             with autocast:
                 objective, parts = objective_and_parts(compiled(x, y))
             # Micro-batches have equally many targets: the mean of their means is the batch's mean.
@@ -287,7 +286,7 @@ def main():
         evaluate_now = done % config.eval_interval == 0 or done == config.max_iters
         log_now = done % config.log_interval == 0 or done == config.max_iters
         stopped = signals.received()
-        if device == "cpu" or log_now or evaluate_now or stopped or not run_directory.begun:
+        if device == "cpu" or log_now or evaluate_now or stopped:
             check_finite("the loss", losses["loss"].item(), done, config)  # which waits for a GPU
             if not scaler.is_enabled():
                 check_finite("the gradient's norm", norm.item(), done, config)
@@ -298,11 +297,9 @@ def main():
                 scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-        processes.average_buffers(model)
         loss_sum += losses["loss"]
         progress.step, progress.loss_steps = done, progress.loss_steps + 1
         progress.overflows += overflow
-        run_directory.take_over(config)  # the first step works: a run to be overwritten goes
 
         if log_now:
             rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
@@ -321,7 +318,8 @@ def main():
                 metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
                 metrics |= {"bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
                 lines = sample_lines(model, data.tokenizer, config.seed + done, processes)
-                report.evaluation(metrics, lines, progress.is_best(val_loss, data.val_targets))
+                progress.best = min(progress.best, val_loss)
+                report.evaluation(metrics, lines, best=val_loss == progress.best)
                 save(metrics)
         if stopped:
             if not evaluate_now:
@@ -329,7 +327,7 @@ def main():
             break
 
     # ------------------------------------------------------------ end
-    report.close(progress.step, stopped > 0)
+    report.close(progress.step, stopped > 0, time.perf_counter() - STARTED)
     processes.barrier()  # torchrun ends the others, the writing one too, soon after the first
     return 128 + stopped if stopped else 0
 

@@ -1,7 +1,6 @@
 """What a training shows: log.jsonl, lines or a bar, loss.png, TensorBoard, Weights & Biases."""
 
 import dataclasses
-import functools
 import importlib.util
 import io
 import json
@@ -16,20 +15,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from gptling.checkpoints import Progress
-from gptling.cli import UserError, optional_package
-from gptling.dataset import Dataset
+from gptling.cli import optional_package
 from gptling.devices import flops_utilisation
 from gptling.files import replace, writing
-from gptling.plan import STARTED
-from gptling.processes import Processes
 from gptling.tokenizers import start_token
 
 
 class Report:
-    """The report of a run as it goes on from `progress`; of several processes the first reports."""
+    """The report of a run that continues from `progress`. The first of several processes writes it.
+    model: counted; n_tokens: of the training split; dtype: of matmuls."""
 
-    def __init__(self, config, processes: Processes, progress: Progress, model, n_tokens, dtype):
+    def __init__(self, config, processes, progress, model, n_tokens: int, dtype: str):
         self.config, self.processes, self.out_dir = config, processes, Path(config.out_dir)
         self.step = step = progress.step
         self.n_parameters = sum(p.numel() for p in model.parameters())
@@ -37,19 +33,17 @@ class Report:
         self.tokens_per_step = sequences_per_step * config.block_size
         self.last_time = time.perf_counter()
         self.run_start = self.last_time - progress.seconds
-        self.boards = open_boards(config, self.out_dir, step) if processes.is_main else []
+        self.loggers = open_loggers(config, self.out_dir, step) if processes.is_main else []
         several = f", {processes.world_size} processes" * (processes.world_size > 1)
         resumed = f", from step {step}" * (step > 0)
-        self.computed_in, before = f"{processes.device}, {dtype}", progress.computed_in
-        resumed += f" (before that {before})" if before not in ("", self.computed_in) else ""
         print(
             f"{self.n_parameters:,} parameters, {self.tokens_per_step:,} tokens a step, "
             f"{config.max_iters:,} steps on {n_tokens:,} tokens; "
-            f"{self.computed_in}{several}{resumed}",
+            f"{processes.device}, {dtype}{several}{resumed}",
             flush=True,
         )
+        self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
         self.plain = not sys.stderr.isatty()  # lines instead of a bar
-        self.eager = set()  # why parts of a compiled model are not
         bar = {"total": config.max_iters, "initial": step, "unit": "step", "leave": False}
         self.bar = tqdm(**bar, disable=self.plain or not processes.is_main)
 
@@ -58,32 +52,26 @@ class Report:
         return time.perf_counter() - self.run_start
 
     def log(self, **entry):
-        """A line of log.jsonl, which the boards show too. Raises UserError for a full disk."""
+        """Write a line of log.jsonl, and show it elsewhere. Raises UserError for a full disk."""
         if not self.processes.is_main:
             return
         entry["seconds"] = round(self.seconds(), 3)
         log_file = self.out_dir / "log.jsonl"
         with writing(log_file), log_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        for board in self.boards:
-            board(entry)
+        for logger in self.loggers:
+            logger(entry)
 
     def training(self, step: int, losses: dict[str, float], numbers: dict[str, float]):
-        """The losses and other numbers of a step, with the speed since the last call."""
+        """Report the losses and other numbers of a step, with the speed since the last call."""
         seconds = (time.perf_counter() - self.last_time) / (step - self.step)
         self.last_time, self.step = time.perf_counter(), step
         speed, steps_left = self.tokens_per_step / seconds, self.config.max_iters - step
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
         pace, one_gpu = f"{speed:,.0f} tokens/s", speed / self.processes.world_size
-        if mfu := flops_utilisation(one_gpu, self.n_parameters, self.processes.gpu):
+        if mfu := flops_utilisation(one_gpu, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
             pace += f", MFU {100 * mfu:.0f} %"
-        if taken := losses.keys() & (numbers.keys() | {"step", "seconds", "val_loss"}):
-            clash = f"forward() in model.py calls a term {min(taken)}"
-            raise UserError(f"{clash}, and that is another number of the log: rename it")
-        for reason in eager_parts() - self.eager:
-            self.eager.add(reason)
-            tqdm.write(f"--compile: a part of the model runs uncompiled: {reason} ...")
         self.log(step=step, **losses | numbers)
         named = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
         self.bar.update(step - self.bar.n)
@@ -97,6 +85,7 @@ class Report:
             )
 
     def evaluation(self, metrics: dict[str, float], sample: list[str], best: bool):
+        """Report the losses of an evaluation and two lines of the model's text."""
         self.log(**metrics, parameters=self.n_parameters, sample="\n".join(sample))
         tqdm.write(
             f"step {metrics['step']}: training loss {metrics['train_loss']:.4f}, "
@@ -108,88 +97,75 @@ class Report:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside does not count as the training's time."""
+        """Time spent inside does not count as the training's."""
         start = time.perf_counter()
         yield
         self.last_time += time.perf_counter() - start
 
-    def close(self, step: int, stopped: bool):
+    def close(self, step: int, stopped: bool, seconds: float):
+        """Print the next command, and the `seconds` since the program's start."""
         self.bar.close()
         out_dir = shlex.quote(self.config.out_dir)
         if stopped and step < self.config.max_iters:
             command = "python" if self.processes.world_size == 1 else "torchrun ..."
             print(f"stopped at step {step}; next: {command} train.py --out_dir={out_dir} --resume")
         else:
-            print(f"{time.perf_counter() - STARTED:.0f} s; next: python sample.py {out_dir}")
+            print(f"{seconds:.0f} s; next: python sample.py {out_dir}")
         if self.config.wandb and self.processes.is_main:
             sys.modules["wandb"].finish()
 
 
-def eager_parts() -> set[str]:
-    """What torch.compile has met in this process and not compiled, the beginning of its words."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    met = dynamo.counters["unimplemented"] if dynamo else {}
-    return {" ".join(words.split())[:160] for words in met}
-
-
-def print_evaluation(name: str, data: Dataset, nats: float, bits_per_byte: float):
-    """What --eval_only says of a model, given its loss in nats per token."""
-    perplexity = float(np.exp(nats))  # inf where it is beyond float64
+def print_evaluation(name, data, nats: float, bits_per_byte: float):
+    """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
+    perplexity = float(np.exp(nats))  # inf beyond float64
     print(
         f"{nats:.4f} nats per token, perplexity {perplexity:,.4f}, {bits_per_byte:.4f} bits per "
         f"byte: {name}, over {data.val_targets:,} tokens of {data.directory / 'val.npy'}"
     )
 
 
-def sample_lines(model, tokenizer, seed: int, processes: Processes) -> list[str]:
-    """Two lines from the model, as a taste of where it is."""
+def sample_lines(model, tokenizer, seed: int, processes) -> list[str]:
+    """Return two lines of text from the model."""
     if not (processes.is_main or processes.sharded):  # shards need all processes
         return []
     device = model.valid_tokens.device
     generator = torch.Generator(device).manual_seed(seed)
     idx = torch.tensor([[start_token(tokenizer)]], device=device)
-    model.eval()
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
-    try:
-        tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
-        text = tokenizer.decode([token.item() for token in tokens])
-    except Exception as error:  # of a changed model, whose training goes on and is saved
-        text = f"no text: {type(error).__name__}: {error}"
-    torch.use_deterministic_algorithms(deterministic)
+    model.eval()
+    tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
+    text = tokenizer.decode([token.item() for token in tokens])
     model.train()
+    torch.use_deterministic_algorithms(deterministic)
     return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]
 
 
-def open_boards(config, out_dir: Path, step: int) -> list[Callable]:
-    """What shows the log elsewhere, as functions that take an entry of it."""
-    boards = []
-    if config.wandb:  # first, for its absence ends the program before anything is written
+def open_loggers(config, out_dir: Path, step: int) -> list[Callable]:
+    """Return functions that show an entry of the log elsewhere. step: the run's, at its start."""
+    loggers = []
+    if config.wandb:
         options = {"project": "gptling", "config": dataclasses.asdict(config)}
         run = optional_package("wandb", "wandb").init(name=out_dir.name, dir=out_dir, **options)
-        boards.append(lambda entry: run.log(entry, step=entry["step"]))
+        loggers.append(lambda entry: run.log(entry, step=entry["step"]))
     if config.curves and importlib.util.find_spec("tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
 
-        directory = out_dir / "tensorboard"
-
-        @functools.cache
-        def writer():  # with the first entry: until then a run that is overwritten lies there
-            return SummaryWriter(directory, purge_step=step + 1)  # hides what comes after `step`
+        # What an earlier session wrote after `step` is hidden.
+        writer = SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
 
         def tensorboard(entry):
-            with writing(directory):
-                for name, value in entry.items():
-                    if name == "sample":
-                        writer().add_text(name, value.replace("\n", "\n\n"), entry["step"])
-                    elif name not in ("step", "parameters"):
-                        writer().add_scalar(name, value, entry["step"])
-                writer().flush()
+            for name, value in entry.items():
+                if name == "sample":
+                    writer.add_text(name, value.replace("\n", "\n\n"), entry["step"])
+                elif name not in ("step", "parameters"):
+                    writer.add_scalar(name, value, entry["step"])
+            writer.flush()
 
-        boards.append(tensorboard)
+        loggers.append(tensorboard)
     if config.curves and importlib.util.find_spec("matplotlib"):
-        boards.append(lambda entry: "val_loss" in entry and draw_curves(out_dir))
-    return boards
+        loggers.append(lambda entry: "val_loss" in entry and draw_curves(out_dir))
+    return loggers
 
 
 def draw_curves(out_dir: Path):
@@ -213,5 +189,4 @@ def draw_curves(out_dir: Path):
     axes.legend()
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    with writing(out_dir / "loss.png"):
-        replace(out_dir / "loss.png", picture.getvalue())
+    replace(out_dir / "loss.png", picture.getvalue())

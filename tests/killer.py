@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
-from gptling.checkpoints import list_checkpoints
 from gptling.cli import run
+from gptling.run import list_checkpoints
 
 
 def start(arguments):

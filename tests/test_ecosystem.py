@@ -17,8 +17,8 @@ import pytest
 import tiktoken
 import torch
 
-from gptling.checkpoints import best_checkpoint
 from gptling.gpt2_format import load, save
+from gptling.run import best_checkpoint
 from gptling.tokenizers import (
     BPE_PATTERN,
     build_tokenizer,

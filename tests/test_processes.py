@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gptling.checkpoints import list_checkpoints, step_of
 from gptling.dataset import micro_batches
 from gptling.processes import Processes, StopSignals
+from gptling.run import list_checkpoints, step_of
 from tests.conftest import ROOT, TINY, run_script
 from train import TrainConfig
 
@@ -24,23 +24,23 @@ pytestmark = pytest.mark.skipif(
 )
 FLAGS = ["--dataset=mine", *TINY, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
 TORCHRUN = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
-# train.py in float64: what is left are the orders in which numbers are added.
-FLOAT64 = """
-import sys, torch
+# train.py, which environment variables change. FLOAT64: only the orders of sums differ then.
+# CHANGED: one block for all layers, capped logits, a term beside the loss, and a moving average.
+# DIES: RANK STEP SIGNAL, which a process sends itself in its first life.
+SCRIPT = """
+import os, signal, sys
 sys.path.insert(0, {root!r})
-torch.set_default_dtype(torch.float64)
-import train
-train.run(train.main)
-"""
-# The same of a changed model: one block for all layers, capped logits, and a term beside the loss.
-CHANGED = FLOAT64.replace(
-    "train.run(",
-    """
+import torch, train
+
+if "FLOAT64" in os.environ:
+    torch.set_default_dtype(torch.float64)
+
 class Changed(train.GPT):
     def __init__(self, config):
         super().__init__(config)
         self.h = torch.nn.ModuleList([self.h[0]] * config.n_layer)
         self.head_2 = torch.nn.Linear(config.n_embd, config.vocab_size)
+        self.register_buffer("batches", torch.zeros(()))
 
     def logits(self, x):
         return 5 * torch.tanh(self.lm_head(x) / 5)
@@ -49,42 +49,19 @@ class Changed(train.GPT):
         logits, loss = super().forward(idx, targets, **options)
         if targets is None:
             return logits, loss
+        self.batches = self.batches + self.training
         x = self.head_2(self.wte(idx)).flatten(0, 1)
         return logits, loss, {{"from_one_token": self.losses(x, targets.flatten()).mean()}}
 
-train.GPT = Changed
-train.run(""",
-)
-# And of one whose logits are less their average so far.
-CENTRED = FLOAT64.replace(
-    "train.run(",
-    """
-class Centred(train.GPT):
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer("average", torch.zeros(config.n_embd))
-        floor = torch.tensor([torch.finfo(torch.float32).min], dtype=torch.float32)
-        self.register_buffer("floor", floor)
+if "CHANGED" in os.environ:
+    train.GPT = Changed
 
-    def logits(self, x):
-        logits = self.lm_head(x - self.average)
-        if self.training:
-            self.average.lerp_(x.detach().flatten(0, -2).mean(0), 0.1)
-        return logits
-
-train.GPT = Centred
-train.run(""",
-)
-# train.py, in which the second process alone gets a signal in its first life.
-MORTAL = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-import train
+rank, last, name = os.environ.get("DIES", "9 9 SIGKILL").split()
 rate = train.learning_rate
 def learning_rate(step, config):
-    dies = os.environ["RANK"] == os.environ.get("DIES", "1")
-    if step == 12 and dies and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), signal.Signals[os.environ["GETS"]])
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    if first and os.environ["RANK"] == rank and step == int(last):
+        os.kill(os.getpid(), signal.Signals[name])
     return rate(step, config)
 train.learning_rate = learning_rate
 train.run(train.main)
@@ -93,12 +70,9 @@ train.run(train.main)
 
 @pytest.fixture
 def here(trained, tmp_path):
-    """A directory with data/mine and the scripts FLOAT64 and MORTAL."""
+    """A directory with data/mine and SCRIPT."""
     shutil.copytree(trained / "data", tmp_path / "data")
-    (tmp_path / "float64.py").write_text(FLOAT64.format(root=str(ROOT)))
-    (tmp_path / "changed.py").write_text(CHANGED.format(root=str(ROOT)))
-    (tmp_path / "centred.py").write_text(CENTRED.format(root=str(ROOT)))
-    (tmp_path / "mortal.py").write_text(MORTAL.format(root=str(ROOT)))
+    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(ROOT)))
     return tmp_path
 
 
@@ -169,8 +143,9 @@ def test_two_processes_give_the_weights_of_one(here):
     """The same micro-batches with the same dropout; the losses of the log are those of all."""
     flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=2", "--dropout=0.3"]
     flags += ["--max_iters=3"]
-    two = torchrun("float64.py", *flags, "--out_dir=out/two", cwd=here)
-    process = run_script(here / "float64.py", *flags, "--out_dir=out/one", cwd=here)
+    two = torchrun("script.py", *flags, "--out_dir=out/two", cwd=here, FLOAT64="1")
+    script = here / "script.py"
+    process = run_script(script, *flags, "--out_dir=out/one", cwd=here, FLOAT64="1")
     assert process.returncode == 0, process.stderr
     assert "2 processes" in finish(two)
     one, two = (weights(here / "out" / name, step=3) for name in ("one", "two"))
@@ -192,43 +167,35 @@ def test_two_processes_share_an_evaluation(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["float64.py", "changed.py"])
-def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here, script):
+@pytest.mark.parametrize("changed", [False, True])
+def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here, changed):
+    environment = {"FLOAT64": "1"} | ({"CHANGED": "1"} if changed else {})
     split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
     two = [
-        torchrun(script, *FLAGS, *split, f"--out_dir=out/{name}", *more, cwd=here)
+        torchrun(
+            "script.py", *FLAGS, *split, f"--out_dir=out/{name}", *more, cwd=here, **environment
+        )
         for name, more in (("ddp", []), ("fsdp", ["--fsdp", "--recompute"]))
     ]
     for name, more in (("one", ["--batch_size=8"]), ("accumulated", split)):
-        process = run_script(here / script, *FLAGS, *more, f"--out_dir=out/{name}", cwd=here)
+        flags = [*FLAGS, *more, f"--out_dir=out/{name}"]
+        process = run_script(here / "script.py", *flags, cwd=here, **environment)
         assert process.returncode == 0, process.stderr
     for process in two:
         assert "2 processes" in finish(process)
     one = weights(here / "out" / "one")
     assert all(tensor.dtype == torch.float64 for tensor in one.values())
+    batches = {"one": 20, "accumulated": 40, "ddp": 20, "fsdp": 20}  # of the first process
+    assert one.pop("transformer.batches", 20) == batches["one"]
     for name in ("accumulated", "ddp", "fsdp"):
-        assert largest_difference(one, weights(here / "out" / name)) < 1e-12, name
+        other = weights(here / "out" / name)
+        assert other.pop("transformer.batches", batches[name]) == batches[name]
+        assert largest_difference(one, other) < 1e-12, name
         for ours, others in zip(
             losses(here / "out" / "one"), losses(here / "out" / name), strict=True
         ):
             assert ours == pytest.approx(others, abs=1e-12)
-    assert len(losses(here / "out" / "one")[2]) == (20 if script == "changed.py" else 0)
-
-
-@pytest.mark.parametrize("more", [[], pytest.param(["--fsdp"], marks=pytest.mark.slow)])
-def test_an_average_that_training_keeps_is_that_of_all_processes(here, more):
-    """And so are the logits that use it; a constant stays."""
-    split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
-    two = torchrun("centred.py", *FLAGS, *split, *more, "--out_dir=out/two", cwd=here)
-    process = run_script(
-        here / "centred.py", *FLAGS, "--batch_size=8", "--out_dir=out/one", cwd=here
-    )
-    assert process.returncode == 0, process.stderr
-    finish(two)
-    one, other = weights(here / "out" / "one"), weights(here / "out" / "two")
-    assert one["transformer.average"].abs().max() > 0.01
-    assert torch.equal(one["transformer.floor"], other["transformer.floor"])
-    assert largest_difference(one, other) < 1e-12
+    assert len(losses(here / "out" / "one")[2]) == (20 if changed else 0)
 
 
 @pytest.mark.slow
@@ -259,9 +226,11 @@ def test_a_run_moves_between_one_process_ddp_and_fsdp(trained, here):
 
 
 @pytest.mark.slow
-def test_three_processes_that_resume_equal_three_that_did_not_stop(here):
+@pytest.mark.parametrize("more", [["--bias=True"], ["--fsdp"]])
+def test_three_processes_that_resume_equal_three_that_did_not_stop(here, more):
     """With two, the order of a sum does not show: a + b is b + a."""
-    flags = [*FLAGS, "--batch_size=12", "--keep_last=9", "--dropout=0.1", "--out_dir=out/whole"]
+    flags = [*FLAGS, "--batch_size=12", "--gradient_accumulation_steps=2", "--keep_last=9", *more]
+    flags += ["--dropout=0.1", "--out_dir=out/whole"]
     three = ["--nproc_per_node=3"]
     finish(torchrun(ROOT / "train.py", *flags, cwd=here, options=three))
     shutil.copytree(here / "out" / "whole", here / "out" / "parts")
@@ -294,47 +263,26 @@ def test_torchrun_that_is_stopped_saves_and_goes_on(here):
 
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
-    flags, options = [*FLAGS, "--eval_interval=5"], ["--max-restarts=1"]
+    """A signal that only one of them gets stops all of them at the same step."""
+    flags = [*FLAGS, "--eval_interval=5", "--auto_resume"]
 
-    def mortal(name, signal, **more):
-        return torchrun("mortal.py", *flags, f"--out_dir=out/{name}", cwd=here, GETS=signal, **more)
+    def two(name, dies, **more):
+        return torchrun("script.py", *flags, f"--out_dir=out/{name}", cwd=here, DIES=dies, **more)
 
-    whole = torchrun(ROOT / "train.py", *flags, "--out_dir=out/whole", cwd=here)
-    restarted = mortal("restarted", "SIGKILL", options=options)
-    finish(whole)
-    assert "from step 10" in finish(restarted)
+    restarted = two("restarted", "1 12 SIGKILL", options=["--max-restarts=1"])
+    finish(two("whole", "9 9 SIGKILL"))
+    output = finish(restarted)
+    assert output.count("from step 10") == 1 and "max_iters" not in output
     assert largest_difference(weights(here / "out/whole"), weights(here / "out/restarted")) == 0
+    assert losses(here / "out/whole") == losses(here / "out/restarted")
     started = time.monotonic()
-    finish(mortal("dead", "SIGKILL"), code=1)
+    finish(two("dead", "1 12 SIGKILL"), code=1)
     assert time.monotonic() - started < 60  # 30 and the start of a busy machine
-    assert list_checkpoints(here / "out" / "dead")[-1].name == "checkpoint-10"
-    # A signal that only one of them gets stops all of them at the same step.
-    assert finish(mortal("stopped", "SIGTERM"), code=1).count("stopped at step 13") == 1
-    resume = ["--out_dir=out/stopped", "--resume=True"]
-    assert "from step 13" in finish(torchrun(ROOT / "train.py", *resume, cwd=here))
+    assert list_checkpoints(here / "out/dead")[-1].name == "checkpoint-10"
+    assert finish(two("stopped", "1 12 SIGTERM"), code=1).count("stopped at step 13") == 1
+    assert "from step 13" in finish(two("stopped", "9 9 SIGKILL"))
     assert largest_difference(weights(here / "out/whole"), weights(here / "out/stopped")) == 0
-    assert losses(here / "out" / "whole") == losses(here / "out" / "stopped")
-
-
-@pytest.mark.slow
-def test_a_restart_goes_on_only_with_what_its_own_launch_has_begun(trained, here):
-    """Not with a run that lay there; in its place with --overwrite, of one process too."""
-    shutil.copytree(trained / "out", here / "out")
-    same = [flag for flag in FLAGS if "optimizer" not in flag]  # so that it could be resumed
-    flags = [*same, "--eval_interval=5", "--learning_rate=5e-3", "--out_dir=out/mine"]
-    restart = ["--max-restarts=1"]
-    before = weights(here / "out" / "mine")
-    process = torchrun(ROOT / "train.py", *flags, "--max_iters=30", cwd=here, options=restart)
-    output = finish(process, code=1)
-    assert "holds a run" in output and "from step" not in output
-    assert largest_difference(before, weights(here / "out" / "mine")) == 0
-    options = [*restart, "--nproc_per_node=1"]
-    flags += ["--overwrite"]
-    process = torchrun("mortal.py", *flags, cwd=here, options=options, GETS="SIGKILL", DIES="0")
-    assert "from step 10" in finish(process)
-    whole = run_script("train.py", *flags, "--out_dir=out/whole", cwd=here)
-    assert whole.returncode == 0
-    assert largest_difference(weights(here / "out/whole"), weights(here / "out/mine")) == 0
+    assert losses(here / "out/whole") == losses(here / "out/stopped")
 
 
 @pytest.mark.slow
@@ -368,19 +316,3 @@ def test_a_mistake_is_one_message_of_the_first_process(here, arguments, named):
     assert all(word in lines[0] for word in named)
     assert 'train.py", line' not in output  # no traceback of ours
     assert not (here / "out").exists()
-
-
-@pytest.mark.slow
-def test_a_port_in_use_is_one_line(here):
-    """Started by hand, without torchrun: the first process listens where another does already."""
-    import socket
-
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        process = run_script("train.py", *FLAGS, cwd=here, **environment, MASTER_PORT=str(port))
-    error = process.stderr.decode()
-    assert process.returncode == 1 and error.count("\n") == 1, error
-    assert str(port) in error and "cannot join" in error

@@ -1,6 +1,5 @@
-"""Nothing is lost: runs that are stopped, killed, damaged or locked, and what they resume to."""
+"""Nothing is lost: runs that are stopped, killed, overwritten, locked, and what they resume to."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -10,70 +9,60 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+import tomllib
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from gptling.checkpoints import (
-    RunDirectory,
-    best_checkpoint,
-    cut_log,
-    delete,
-    list_checkpoints,
-    load_training_state,
-    read_metrics,
-    resumed_config,
-    step_of,
-)
+from gptling import run as runs
 from gptling.cli import UserError
 from gptling.files import lock_directory
-from gptling.optim import full_state, load_state
+from gptling.run import RunDirectory, list_checkpoints, load_training_state, resumed_config, step_of
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, one_process, output_of, run_here, run_script
-from tests.edits import edited_module
 from train import FIXED, TrainConfig, configure_optimizers
 
-# train.py, in which the second evaluation crashes.
-CRASHES = """
-import sys
-sys.path.insert(0, {root!r})
-import train
-evaluate = train.evaluate
-def crash(*arguments):
-    if train.Path("out/parts/checkpoint-10").exists():
-        raise RuntimeError("evaluation crashed")
-    return evaluate(*arguments)
-train.evaluate = crash
-train.run(train.main)
-"""
 COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
+RESUME = ["--out_dir=out/mine", "--resume"]
 
 
-def numbers(run):
-    """The log without its times."""
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in e.items() if k not in ("ms", "tokens_per_s", "seconds")} for e in lines
-    ]
+def log_of(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").split("\n")[:-1]]
+
+
+def weights(run, step):
+    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
+
+
+def assert_equal(a, b):
+    """Two dictionaries of tensors and numbers are the same, bit for bit."""
+    assert a.keys() == b.keys()
+    assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
 def assert_equal_runs(a, b, step):
-    """Weights, optimizer state and logged numbers are the same, bit for bit."""
-    assert numbers(a) == numbers(b)
-    a, b = (run / f"checkpoint-{step}" for run in (a, b))
-    weights = [load_file(path / "model.safetensors") for path in (a, b)]
-    states = [load_training_state(path) for path in (a, b)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    """Weights, optimizer state, progress and logged numbers are the same, bit for bit."""
+    times = {"ms", "tokens_per_s", "seconds"}
+    logs = [[{k: e[k] for k in e.keys() - times} for e in log_of(run)] for run in (a, b)]
+    assert logs[0] == logs[1]
+    assert_equal(weights(a, step), weights(b, step))
+    states = [load_training_state(run / f"checkpoint-{step}") for run in (a, b)]
     for its, others in zip(*(state["optimizers"] for state in states), strict=True):
-        assert its.keys() == others.keys()
-        for i in its:
-            assert its[i].keys() == others[i].keys()
-            assert all(torch.equal(its[i][name], others[i][name]) for name in its[i])
+        assert its.keys() == others.keys() and its
+        for name in its:
+            assert_equal(its[name], others[name])
     progress = [replace(state["progress"], seconds=0.0) for state in states]
     assert progress[0] == progress[1] and states[0]["scaler"] == states[1]["scaler"]
+
+
+def contents(directory):
+    """The files of a run. The lock is none of them: taking it may change its time."""
+    files = (file for file in directory.rglob("*") if file.is_file() and file.name != ".lock")
+    return {file.relative_to(directory): file.read_bytes() for file in files}
 
 
 @pytest.fixture
@@ -88,6 +77,19 @@ def finished(trained, here):
     """The same with out/mine, of 20 steps with checkpoints at 10 and 20."""
     shutil.copytree(trained / "out", here / "out")
     return here
+
+
+def train(*arguments, cwd):
+    """train.py in this process, which gives its lock back."""
+    locks = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            runs, "lock_directory", lambda d: locks.append(lock_directory(d)) or locks[-1]
+        )
+        process = run_here("train.py", *arguments, cwd=cwd)
+    for lock in locks:
+        lock.release()
+    return process
 
 
 def start(*arguments, cwd):
@@ -145,182 +147,129 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(here, number, opt
     assert_equal_runs(here / "out" / "whole", here / "out" / "parts", steps)
 
 
-def test_a_model_that_draws_from_python_and_numpy_goes_on_equally(here, train_here, monkeypatch):
-    noise = "__import__('random').random() + __import__('numpy').random.rand()"
-    hidden = "x = self.hidden(idx, padding_mask, cache)"
-    module = edited_module((hidden, f"{hidden} * (1 + 0.1 * self.training * ({noise}))"))
-    monkeypatch.setattr("train.GPT", module.GPT)
-    flags = [*COMMON, "--max_iters=6", "--eval_interval=3", "--out_dir=out/whole"]
-    process = run_here("train.py", *flags, cwd=here)
-    assert process.returncode == 0 and b"chunked loss disabled" not in process.stdout, process
-    shutil.copytree(here / "out" / "whole", here / "out" / "parts")
-    shutil.rmtree(here / "out" / "parts" / "checkpoint-6")
-    process = run_here("train.py", "--out_dir=out/parts", "--resume", cwd=here)
-    assert process.returncode == 0, process.stderr
-    assert_equal_runs(here / "out" / "whole", here / "out" / "parts", 6)
+def test_auto_resume_begins_without_a_checkpoint_and_continues_with_one(trained, finished):
+    """What a crash has left after the newest checkpoint is done again."""
+    run = finished / "out" / "mine"
+    shutil.rmtree(run / "checkpoint-20")
+    (run / ".checkpoint-20.writing").mkdir()
+    with (run / "log.jsonl").open("a") as log:
+        log.write('{"step": 20, "lo')
+    flags = ["--dataset=mine", *TINY, "--auto_resume"]
+    assert "from step 10" in output_of("train.py", *flags, cwd=finished)
+    assert_equal_runs(trained / "out" / "mine", run, 20)
+    assert not list(run.glob(".checkpoint-*"))
+    output = output_of("train.py", *flags, "--out_dir=out/new", cwd=finished)
+    assert "from step" not in output and "checkpoints: out/new/checkpoint-N" in output
+    assert_equal_runs(trained / "out" / "mine", finished / "out" / "new", 20)
 
 
 def test_evaluation_logging_and_checkpoints_change_no_weight(here):
-    runs = []
     for name, often in (("rarely", 1000), ("often", 3)):
-        output_of("train.py", *COMMON, f"--eval_interval={often}", f"--log_interval={often}",
-                  f"--out_dir=out/{name}", "--keep_last=1", cwd=here)  # fmt: skip
-        runs.append(load_file(here / "out" / name / "checkpoint-20" / "model.safetensors"))
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+        flags = [f"--eval_interval={often}", f"--log_interval={often}", f"--out_dir=out/{name}"]
+        output_of("train.py", *COMMON, *flags, "--keep_last=1", cwd=here)
+    assert_equal(weights(here / "out/rarely", 20), weights(here / "out/often", 20))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="limits the size of files by setrlimit")
-def test_a_crash_in_evaluation_and_then_a_full_disk_lose_nothing(here):
+def test_a_full_disk_loses_nothing(finished):
     """The disk: a limit on the size of files, which the weights pass, the optimizer's state not."""
     import resource
 
-    def train(script, *arguments, **options):
-        return subprocess.run(
-            [sys.executable, script, *arguments],
-            cwd=here,
-            capture_output=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            timeout=120,
-            **options,
-        )
-
-    flags, resume = [*COMMON, "--max_iters=30"], ["--out_dir=out/parts", "--resume=True"]
-    output_of("train.py", *flags, "--out_dir=out/whole", "--keep_last=1", cwd=here)
-    (here / "crashes.py").write_text(CRASHES.format(root=str(ROOT)))
-    process = train("crashes.py", *flags, "--out_dir=out/parts")
-    assert process.returncode == 1 and b"evaluation crashed" in process.stderr
-    run = here / "out" / "parts"
-    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-10"]
-
-    limit = (resource.RLIMIT_FSIZE, (35000, 35000))
-    process = train(ROOT / "train.py", *resume, preexec_fn=lambda: resource.setrlimit(*limit))
+    before = contents(finished / "out/mine/checkpoint-20")
+    process = subprocess.run(
+        [sys.executable, ROOT / "train.py", *RESUME, "--max_iters=30"],
+        cwd=finished,
+        capture_output=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (35000, 35000)),
+        timeout=120,
+    )
     error = process.stderr.decode()
     assert process.returncode == 1 and error.count("\n") == 1
-    assert "checkpoint-20: cannot be written" in error and "File too large" in error
-    names = {"checkpoint-10", "log.jsonl", "config.toml", ".lock"}
-    assert {path.name for path in run.iterdir()} == names
-
-    output_of("train.py", *resume, cwd=here)
-    assert_equal_runs(here / "out" / "whole", run, 30)
+    assert "checkpoint-30: cannot be written" in error and "File too large" in error
+    names = {path.name for path in (finished / "out/mine").glob("*checkpoint*")}
+    assert names == {"checkpoint-10", "checkpoint-20"}
+    assert contents(finished / "out/mine/checkpoint-20") == before
 
 
-def test_a_loss_that_is_not_finite_leaves_the_checkpoints(finished):
-    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=60", "--learning_rate=1e30"]
-    process = run_script("train.py", *arguments, "--grad_clip=0", cwd=finished)
-    error = process.stderr.decode()
-    assert process.returncode == 1 and error.count("\n") == 1
-    assert "at step 22" in error and "--learning_rate=1e+30" in error
-    output_of("train.py", "--out_dir=out/mine", "--resume=True", "--max_iters=30", cwd=finished)
+# ---------------------------------------------------------------- a checkpoint, whole or not at all
 
 
-# ---------------------------------------------------------------- what may change
+def saver(directory):
+    """A function that saves a tiny model there, with its metrics."""
+    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
+    data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
+    scaler, config = torch.amp.GradScaler("cpu", enabled=False), TrainConfig(keep_last=1)
+    progress = runs.Progress()
+    return lambda metrics: run.save(metrics, model, model, [], scaler, progress, config, data)
 
 
-def test_explicit_flags_override_the_checkpoint_and_are_printed(finished):
-    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=25", "--learning_rate=5e-3"]
-    output = output_of("train.py", *arguments, cwd=finished)
-    assert "max_iters: 25 from now on; it was 20" in output
-    assert "learning_rate: 0.005 from now on; it was 0.01" in output
-    state = load_training_state(finished / "out" / "mine" / "checkpoint-25")
-    assert (state["config"]["learning_rate"], state["config"]["n_embd"]) == (5e-3, 16)
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """Otherwise a machine that loses power could have it, empty."""
+    events, rename = [], Path.rename
+    monkeypatch.setattr(runs, "sync", lambda path: events.append(path.name))
+    monkeypatch.setattr(Path, "rename", lambda a, b: events.append("renamed") or rename(a, b))
+    saver(tmp_path)({"step": 3, "val_loss": 1.0})
+    files = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    at = events.index("renamed")
+    assert files | {".checkpoint-3.writing"} == set(events[:at])
+    assert {"model.safetensors", "training_state.pt", "metrics.json"} < files
+    assert events[at:] == ["renamed", tmp_path.name]
 
 
-@pytest.mark.parametrize(
-    "flag, value",
-    [
-        ("batch_size", 6),
-        ("gradient_accumulation_steps", 2),
-        ("optimizer", "adamw"),
-        ("seed", 1),
-        ("init_from", "out/other"),
-    ],
-)
-def test_what_would_make_it_another_run_is_refused(flag, value):
-    saved = asdict(TrainConfig())
-    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; leave"):
-        resumed_config(TrainConfig(), saved, {flag: value}, FIXED)
+def test_the_best_and_the_last_stay_and_another_is_hidden_before_its_files_go(
+    tmp_path, monkeypatch
+):
+    save, left, rmtree = saver(tmp_path), [], shutil.rmtree
+
+    def watched(path, **options):
+        left.append([step_of(checkpoint) for checkpoint in list_checkpoints(tmp_path)])
+        rmtree(path, **options)
+
+    for step, loss in ((5, 3.0), (10, 1.0), (15, 1.0), (20, 2.0)):
+        if step == 20:
+            monkeypatch.setattr("shutil.rmtree", watched)
+        save({"step": step, "val_loss": loss})
+    assert [15, 20] in left and [10, 15, 20] not in left[1:]  # of equal ones the newer stays
+    save({"step": 25})
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [15, 25]
+    assert left[-1] == [15, 25] and runs.best_checkpoint(tmp_path).name == "checkpoint-15"
 
 
-def test_flags_of_one_start_are_not_those_of_the_next():
-    """Data that were allowed to have changed once are not from then on."""
-    allowed = {"allow_changed_data": True, "allow_changed_model": True}
-    saved = asdict(TrainConfig()) | allowed | {"overwrite": True, "minutes": 2.0}
-    assert resumed_config(TrainConfig(), saved, {}, FIXED) == TrainConfig()
+def test_a_reason_why_checkpoints_are_no_gpt2s_is_printed_once(tmp_path, monkeypatch, capsys):
+    save, reasons = saver(tmp_path), iter(["", "no biases", "no biases", "", "other norms"])
+
+    def saved(model, directory, tokenizer_json):
+        directory.mkdir()
+        return next(reasons)
+
+    monkeypatch.setattr(runs, "save", saved)
+    for step in range(5):
+        save({"step": step, "val_loss": 1.0})
+    said = [line.rpartition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["no biases", "other norms"]
 
 
-def test_changed_data_is_refused_unless_allowed(finished):
-    meta = finished / "data" / "mine" / "meta.json"
-    meta.write_text(re.sub('"sha256": "..', '"sha256": "00', meta.read_text()))
-    arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=30"]
-    process = run_script("train.py", *arguments, cwd=finished)
-    assert process.returncode == 1 and b"--allow_changed_data=True" in process.stderr
-    assert process.stderr.count(b"\n") == 1
-    output_of("train.py", *arguments, "--allow_changed_data", cwd=finished)
-
-
-# ---------------------------------------------------------------- damage
-
-
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "one bit flipped"])
-@pytest.mark.parametrize(
-    "name",
-    ["training_state.pt", "model.safetensors", "config.json", "tokenizer.json", "checksums.json"],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, capsys, name, damage):
+@pytest.mark.parametrize("size", [None, 0, 0.5], ids=["missing", "empty", "cut"])
+@pytest.mark.parametrize("name", ["training_state.pt", "model.safetensors"])
+def test_a_file_that_cannot_be_read_is_named_with_the_way_out(finished, name, size, train_here):
     run = finished / "out" / "mine"
     file = run / "checkpoint-20" / name
-    content = bytearray(file.read_bytes())
-    if damage == "missing":
-        file.unlink()
-    elif damage == "one bit flipped":
-        content[len(content) // 2] ^= 4
-        file.write_bytes(content)
-    else:
-        file.write_bytes(content[: 0 if damage == "empty" else len(content) // 2])
-    checkpoint, state = RunDirectory(run, one_process()).newest_state()
+    content = file.read_bytes()
+    file.unlink()
+    if size is not None:
+        file.write_bytes(content[: int(size * len(content))])
+    process = train(*RESUME, "--max_iters=21", cwd=finished)
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1
+    assert f"out/mine/checkpoint-20/{name}: cannot be read" in error
+    assert "delete that folder to go on from the one before" in error
+    shutil.rmtree(run / "checkpoint-20")
+    config = replace(TrainConfig(), resume=True, out_dir=str(run))
+    directory = RunDirectory(run, one_process())
+    _, checkpoint, state = directory.resume_or_begin(config, {"resume": True}, FIXED)
+    directory.lock.release()
     assert checkpoint.name == "checkpoint-10" and state["progress"].step == 10
-    error = capsys.readouterr().err
-    assert "checkpoint-20 is damaged: " in error and error.count("\n") == 1
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(trained, finished):
-    run = finished / "out" / "mine"
-    (run / "checkpoint-20" / "model.safetensors").write_bytes(b"")
-    (run / ".checkpoint-15.writing").mkdir()
-    process = run_script("train.py", "--out_dir=out/mine", "--resume=True", cwd=finished)
-    assert process.returncode == 0 and b"checkpoint-20 is damaged" in process.stderr
-    assert_equal_runs(trained / "out" / "mine", run, 20)
-    assert (run / "damaged-checkpoint-20").is_dir() and not list(run.glob(".checkpoint-*"))
-
-
-def test_what_a_run_goes_on_from_stays_until_there_is_more(finished, monkeypatch):
-    """A crash in the first step after it, or in the next save, finds it under its name."""
-    run = RunDirectory(finished / "out" / "mine", one_process())
-    run.start(20, overwrite=False)
-    run.take_over(TrainConfig())
-    run.lock.release()
-    assert sorted(path.name for path in run.path.glob("*checkpoint-*")) == [
-        "checkpoint-10",
-        "checkpoint-20",
-    ]
-    assert run.newest_state()[0].name == "checkpoint-20"
-
-
-def test_a_checkpoint_is_away_before_its_files_are_deleted(finished, monkeypatch):
-    """A crash in between leaves no half of one that counts."""
-    left, run = [], finished / "out" / "mine"
-    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: left.extend(list_checkpoints(run)))
-    delete(run / "checkpoint-10")
-    assert [path.name for path in left] == ["checkpoint-20"]
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"val_loss": null}', '{"val_loss": "low"}'])
-def test_metrics_that_are_damaged_say_nothing(finished, content):
-    run = finished / "out" / "mine"
-    (run / "checkpoint-20" / "metrics.json").write_text(content)
-    assert read_metrics(run / "checkpoint-20") == {}
-    assert best_checkpoint(run).name == "checkpoint-10"
 
 
 def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):
@@ -328,26 +277,127 @@ def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):
         def __reduce__(self):
             return (os.system, (f"touch {finished}/ran",))
 
-    run = finished / "out" / "mine"
-    shutil.rmtree(run / "checkpoint-10")
-    file = run / "checkpoint-20" / "training_state.pt"
-    for content in (pickle.dumps(Evil()), pickle.dumps({"format": 1, "step": Evil()})):
-        file.write_bytes(content)
-        pickle.loads(content)  # a proof that it would
-        assert (finished / "ran").exists()
-        (finished / "ran").unlink()
-        torch.save({"format": 1, "step": Evil()}, file)
-        sums = json.loads((run / "checkpoint-20" / "checksums.json").read_text())
-        sums[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
-        (run / "checkpoint-20" / "checksums.json").write_text(json.dumps(sums))
-        arguments = ["--out_dir=out/mine", "--resume=True", "--max_iters=30"]
-        process = run_script("train.py", *arguments, cwd=finished)
-        assert process.returncode == 1 and b"checkpoint-20 is damaged" in process.stderr
-        assert b"Traceback" not in process.stderr and not (finished / "ran").exists()
+    checkpoint = finished / "out" / "mine" / "checkpoint-20"
+    (checkpoint / "training_state.pt").write_bytes(pickle.dumps({"format": Evil()}))
+    pickle.loads((checkpoint / "training_state.pt").read_bytes())  # a proof that it would
+    (finished / "ran").unlink()
+    for _ in range(2):
+        with pytest.raises(UserError, match="cannot be read"):
+            load_training_state(checkpoint)
+        assert not (finished / "ran").exists()
+        torch.save({"format": Evil()}, checkpoint / "training_state.pt")
+    torch.save({"format": 2}, checkpoint / "training_state.pt")
+    with pytest.raises(UserError, match=r"format 2, not 3; .* --init_from="):
+        load_training_state(checkpoint)
+
+
+# ---------------------------------------------------------------- what may change
+
+
+def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
+    """A data set that was renamed too; what the flags of one start allow is not kept."""
+    (finished / "data/mine").rename(finished / "data/better name")
+    meta = finished / "data/better name/meta.json"
+    meta.write_text(re.sub('"sha256": "..', '"sha256": "00', meta.read_text()))
+    flags = [*RESUME, "--max_iters=25", "--learning_rate=5e-3", "--dataset=better name"]
+    process = train(*flags, cwd=finished)
+    assert process.returncode == 1 and b"--allow_changed_data" in process.stderr
+    process = train(*flags, "--allow_changed_data", cwd=finished)
+    output = process.stdout.decode()
+    assert process.returncode == 0, process.stderr
+    assert "max_iters: 20 -> 25" in output and "learning_rate: 0.01 -> 0.005" in output
+    assert "dataset: mine -> better name" in output and "n_embd" not in output
+    config = tomllib.loads((finished / "out/mine/config.toml").read_text("utf-8"))
+    assert (config["max_iters"], config["learning_rate"], config["n_embd"]) == (25, 5e-3, 16)
+    assert log_of(finished / "out/mine")[-1]["step"] == 25
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [(name, 99) for name in sorted(FIXED - {"init_from", "optimizer", "bias"})]
+    + [("bias", True), ("optimizer", "adamw"), ("init_from", "out/other")],
+)
+def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
+    saved = asdict(TrainConfig())
+    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; leave"):
+        resumed_config(TrainConfig(), saved, {flag: value}, FIXED)
+
+
+def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):
+    once = {"allow_changed_data": True, "allow_changed_model": True, "minutes": 2.0}
+    saved = asdict(TrainConfig(max_iters=7)) | once | {"overwrite": True, "ema": 0.9}
+    del saved["keep_last"]  # a setting that the run does not have yet
+    assert resumed_config(TrainConfig(), saved, {}, FIXED) == TrainConfig(max_iters=7)
+    said = ["ema: 0.9 in the run, unknown to this code", "keep_last: not set -> 2"]
+    assert capsys.readouterr().out.splitlines() == said
+
+
+def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
+    """With another out_dir; names that are not ASCII too."""
+    (here / "data/mine").rename(here / "data/grüße")
+    flags = ["--dataset=grüße", *TINY, "--dropout=0.1", "--optimizer=muon", "--out_dir=out/a"]
+    output_of("train.py", *flags, cwd=here)
+    text = (here / "out/a/config.toml").read_text(encoding="utf-8")
+    assert 'dataset = "grüße"' in text and "learning_rate = 0.01\n" in text
+    output_of("train.py", "out/a/config.toml", "--out_dir=out/b", cwd=here)
+    assert (here / "out/b/config.toml").read_text(encoding="utf-8") == text
+    assert_equal(weights(here / "out/a", 20), weights(here / "out/b", 20))
+    once = {"resume", "auto_resume", "overwrite", "eval_only", "minutes"}
+    once |= {"allow_changed_data", "allow_changed_model", "out_dir", "vocab_size"}
+    assert set(tomllib.loads(text)) == {field.name for field in fields(TrainConfig)} - once
+
+
+# ---------------------------------------------------------------- one writer, and the old run
+
+
+def test_two_trainings_in_one_folder_are_refused_and_a_crash_leaves_no_lock(here):
+    """An evaluation may read there."""
+    flags = [*COMMON, "--max_iters=100000", "--out_dir=out/run"]
+    process = start(*flags, cwd=here)
+    try:
+        for more in ([], ["--overwrite"], ["--resume"], ["--auto_resume"]):
+            second = run_script("train.py", *flags, *more, cwd=here)
+            assert second.returncode == 1 and b"another process" in second.stderr
+            assert second.stderr.count(b"\n") == 1
+    finally:
+        process.kill()
+        process.communicate()
+    lock_directory(here / "out" / "run").release()
+    assert not (here / "out" / "run.old").exists()
+
+
+def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkeypatch, train_here):
+    """Whatever the start fails by before that; a second one replaces the first."""
+    run, flags = finished / "out/mine", ["--dataset=mine", *TINY, "--overwrite", "--max_iters=3"]
+    before = contents(run)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for error in (["--wandb"], ["--init_from=nix"], ["--dataset=nix", "--out_dir=out/mine"]):
+        assert train(*flags, *error, cwd=finished).returncode == 1
+        assert contents(run) == before and not (finished / "out/mine.old").exists()
+    process = train(*flags, cwd=finished)
+    assert b"the run that was in out/mine is now in out/mine.old" in process.stdout
+    assert contents(finished / "out/mine.old") == before
+    new = contents(run)
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-3"]
+    assert [entry["step"] for entry in log_of(run)] == [3, 3]
+    assert train(*flags, "--seed=2", cwd=finished).returncode == 0
+    assert contents(finished / "out/mine.old") == new
+    second = RunDirectory(run, one_process())  # the lock of the new directory, not of the moved one
+    second.take_lock()
+    with pytest.raises(UserError, match="another process"):
+        lock_directory(run)
+    second.start(TrainConfig(), 0)
+    with pytest.raises(UserError, match="another process"):
+        lock_directory(run)
+    lock_directory(finished / "out/mine.old").release()
+    second.lock.release()
+
+
+# ---------------------------------------------------------------- the state of optimizers
 
 
 class Signum(torch.optim.Optimizer):
-    """An optimizer of somebody's own, whose state is no float tensor: Lion's kin."""
+    """An optimizer of a reader's own, with states of other types."""
 
     @torch.no_grad()
     def step(self):
@@ -360,110 +410,32 @@ class Signum(torch.optim.Optimizer):
                 p.add_(state["signs"].sign(), alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "another"])
-def test_the_state_of_any_optimizer_goes_on_where_it_was(optimizer):
-    idx = torch.arange(8)[None]
-    models = []
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "another", "other groups"])
+def test_the_state_of_any_optimizer_continues_by_names(optimizer):
+    """Whatever the groups and their order."""
+
+    def make(model, again):
+        if optimizer == "another":
+            return [Signum(model.parameters(), {"lr": 1e-2})]
+        if optimizer == "other groups":
+            params = list(model.parameters())
+            return [torch.optim.AdamW(params[::-1] if again else [{"params": params[:3]},
+                                      {"params": params[3:]}], weight_decay=0.1)]  # fmt: skip
+        return configure_optimizers(model, TrainConfig(optimizer=optimizer))
+
+    idx, scaler, models = torch.arange(8)[None], torch.amp.GradScaler("cpu", enabled=False), []
     for stop in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(8, 11, 1, 2, 4))
+        optimizers = make(model, again=False)
         for step in range(4):
-            if step == 0 or (stop and step == 2):
-                if optimizer == "another":
-                    fresh = [Signum(model.parameters(), {"lr": 1e-2})]
-                else:
-                    fresh = configure_optimizers(model, TrainConfig(optimizer=optimizer))
-            if step == 0:
-                optimizers = fresh
             if stop and step == 2:
-                for old, new in zip(optimizers, fresh, strict=True):
-                    load_state(new, full_state(old, model), model)
-                optimizers = fresh
+                saved = [runs.full_state(each, model) for each in optimizers]
+                optimizers = make(model, again=True)
+                runs.load_states(model, optimizers, scaler, {"optimizers": saved, "scaler": {}})
             model(idx, idx)[1].backward()
             for each in optimizers:
                 each.step()
                 each.zero_grad()
         models.append(model)
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_the_state_of_other_parameters_is_refused():
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[1].backward()
-    [adamw] = configure_optimizers(model, TrainConfig(optimizer="adamw"))
-    adamw.step()
-    for name in (99, "h.7.mlp.c_fc.weight"):
-        with pytest.raises(ValueError, match=f"state of {name}, which"):
-            load_state(adamw, full_state(adamw, model) | {name: {}}, model)
-
-
-@pytest.mark.parametrize("by_position", [False, True])  # as before there were names
-def test_states_go_by_names_whatever_the_groups_and_their_order(by_position):
-    torch.manual_seed(0)
-    model, idx = GPT(GPTConfig(8, 11, 1, 2, 4)), torch.arange(8)[None]
-    model(idx, idx)[1].backward()
-    [adamw] = configure_optimizers(model, TrainConfig(optimizer="adamw"))
-    adamw.step()
-    parameters = [p for group in adamw.param_groups for p in group["params"]]
-    other = torch.optim.AdamW(parameters if by_position else parameters[::-1])
-    saved = adamw.state_dict()["state"] if by_position else full_state(adamw, model)
-    assert by_position or saved.keys() == {name for name, _ in model.named_parameters()}
-    load_state(other, saved, model)
-    for p in parameters:
-        assert torch.equal(other.state[p]["exp_avg"], adamw.state[p]["exp_avg"])
-
-
-def test_a_log_that_a_crash_cut_off_goes_on_whole(tmp_path):
-    file = tmp_path / "log.jsonl"
-    for cut in ('{"step": 2, "lo', '{"step": 2}'):  # the latter in front of its line break
-        file.write_text('{"step": 1}\n{"step": 2, "loss": NaN}\n{"step": 3}\n' + cut)
-        cut_log(file, 2)
-        assert file.read_text() == '{"step": 1}\n{"step": 2, "loss": NaN}\n'
-    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
-
-
-# ---------------------------------------------------------------- one writer
-
-
-def test_two_trainings_in_one_folder_are_refused_and_a_crash_leaves_no_lock(here):
-    flags = [*COMMON, "--max_iters=100000", "--out_dir=out/run"]
-    process = start(*flags, cwd=here)
-    try:
-        for more in ([], ["--overwrite"], ["--resume"]):
-            second = run_script("train.py", *flags, *more, cwd=here)
-            assert second.returncode == 1 and b"another process" in second.stderr
-            assert second.stderr.count(b"\n") == 1
-    finally:
-        process.kill()
-        process.communicate()
-    lock_directory(here / "out" / "run").release()
-
-
-def test_a_run_that_another_training_has_ended_meanwhile_is_not_overwritten(finished):
-    """It was not there when the flags were read."""
-    run = RunDirectory(finished / "out" / "mine", one_process())
-    with pytest.raises(UserError, match="holds a run"):
-        run.start(0, overwrite=False)
-    run.lock.release()
-
-
-def test_a_lock_is_for_one(tmp_path):
-    held = lock_directory(tmp_path)
-    with pytest.raises(UserError, match="another process"):
-        lock_directory(tmp_path)
-    held.release()
-    lock_directory(tmp_path).release()
-
-
-def test_a_checkpoint_of_format_1_is_refused_in_one_line(finished):
-    """As train.py wrote training_state.pt before November 2026."""
-    run = finished / "out" / "mine"
-    shutil.rmtree(run / "checkpoint-20")
-    file = run / "checkpoint-10" / "training_state.pt"
-    torch.save(torch.load(file, weights_only=True) | {"format": 1}, file)
-    sums = json.loads((file.parent / "checksums.json").read_text())
-    sums[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
-    (file.parent / "checksums.json").write_text(json.dumps(sums))
-    process = run_script("train.py", "--out_dir=out/mine", "--resume", cwd=finished)
-    assert process.returncode == 1 and b"of format 1, not 2" in process.stderr
+    assert_equal(*(model.state_dict() for model in models))

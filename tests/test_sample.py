@@ -570,3 +570,22 @@ def test_bytes_that_are_no_text_are_replaced():
     sample.feed(b"a\xff\xe4")
     sample.feed(b"", final=True)
     assert sample.unprinted == "a\ufffd\ufffd"
+
+
+def test_ctrl_c_ends_a_text_and_not_the_conversation(trained, monkeypatch):
+    """A second prompt is completed after it."""
+    import sample
+
+    whole = sample.write_samples
+
+    def interrupted(model, tokenizer, prompts, config):
+        if prompts == ["12 green"]:
+            model.new_cache = lambda: (_ for _ in ()).throw(KeyboardInterrupt)  # in its first call
+        else:
+            vars(model).pop("new_cache", None)
+        return whole(model, tokenizer, prompts, config)
+
+    monkeypatch.setattr(sample, "write_samples", interrupted)
+    arguments = ["out/mine", "--interactive", "--max_new_tokens=3"]
+    process = run_here("sample.py", *arguments, cwd=trained, stdin="12 green\n7 green\n\n")
+    assert process.returncode == 0 and b"\n7 green" in b"\n" + process.stdout.split(b"12 green")[1]

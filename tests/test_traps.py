@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gptling.checkpoints import as_preset, check_masks, resumed_config
 from gptling.cli import UserError
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import ChangedModelError, load, save
 from gptling.loss import loss_in_pieces, use_loss_in_pieces
+from gptling.run import as_preset, resumed_config
 from model import GPT
 from tests.edits import edited_module
 from tests.test_changed_model import batch, random_model
@@ -45,29 +45,6 @@ def test_a_mask_of_training_alone_acts_after_loading_too(tmp_path, capsys):
     use_loss_in_pieces(model)
     assert model.loss_in_pieces is loss_in_pieces and not capsys.readouterr().out
     assert torch.equal(model.eval()(idx)[0], quiet)
-
-
-def test_a_mask_that_changes_during_training_is_an_error():
-    """Attention looks at it once. Unless has_plain_mask says that it is not the kernel's."""
-    window = MASK, f"{MASK}        mask = mask & ({DISTANCE} < self.window)\n"
-    first = "        self.plain_mask = {}", "        self.window, self.plain_mask = 16, {}"
-    changing = "return self.plain_mask.get(self.training, False)", "return False"
-    (idx, _), outcomes = batch(), []
-    for module in (edited_module(window, first), edited_module(window, first, changing)):
-        model = random_model(module).train()
-        model(idx)
-        check_masks(model)
-        for block in model.h:
-            block.attn.window = 3
-        outcomes.append(model(idx)[0])
-        if len(outcomes) == 1:
-            with pytest.raises(
-                UserError, match=r"mask\(\) in model.py has changed .* return False"
-            ):
-                check_masks(model)
-        else:
-            check_masks(model)
-    assert not torch.allclose(*outcomes)
 
 
 def test_a_window_beyond_the_tokens_that_loading_looks_at_is_told(tmp_path):

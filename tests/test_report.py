@@ -1,15 +1,16 @@
-"""What shows a run elsewhere: TensorBoard's files, loss.png, Weights & Biases."""
+"""What a run reports: its log, lines, TensorBoard's files, loss.png, Weights & Biases."""
 
+import importlib.util
 import json
-import os
 import shutil
 
 import pytest
+import torch
 
-from gptling.checkpoints import Progress
 from gptling.report import Report, draw_curves
+from gptling.run import Progress
 from model import GPT, GPTConfig
-from tests.conftest import TINY, one_process, output_of, run_script
+from tests.conftest import TINY, one_process, output_of, run_here
 from train import TrainConfig
 
 
@@ -64,26 +65,35 @@ def test_weights_and_biases_takes_the_log_without_network(here):
     assert b"val_loss" in file.read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("package", ["tensorboard", "matplotlib", "wandb"])
-def test_what_is_not_installed_is_left_out_or_named(here, package):
-    """Packages are hidden by a finder that says they are not there."""
-    hide = (
-        "import sys, importlib.util as u; found = u.find_spec; "
-        f"u.find_spec = lambda name, *a: None if name == {package!r} else found(name, *a); "
-        f"sys.modules[{package!r}] = None"
+@pytest.mark.parametrize("package", ["tensorboard", "matplotlib"])
+def test_what_is_not_installed_is_left_out(here, package, monkeypatch, train_here):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: None if name == package else found(name, *a)
     )
-    (here / "sitecustomize.py").write_text(hide)
-    path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
-    flags = ["--dataset=mine", *TINY, "--max_iters=2", "--curves=True", "--wandb=False"]
-    if package == "wandb":
-        process = run_script("train.py", *flags, "--wandb=True", cwd=here, PYTHONPATH=path)
-        error = process.stderr.decode()
-        assert process.returncode == 1 and "pip install wandb" in error and error.count("\n") == 1
-    else:
-        output_of("train.py", *flags, cwd=here, PYTHONPATH=path)
-        missing = {"tensorboard": "tensorboard", "matplotlib": "loss.png"}[package]
-        assert not (here / "out" / "mine" / missing).exists()
+    flags = ["--dataset=mine", *TINY, "--max_iters=2", "--curves=True"]
+    process = run_here("train.py", *flags, cwd=here)
+    assert process.returncode == 0, process.stderr
+    for name, file in {"tensorboard": "tensorboard", "matplotlib": "loss.png"}.items():
+        shown = name != package and found(name) is not None
+        assert (here / "out" / "mine" / file).exists() == shown
+
+
+def test_the_log_has_seconds_since_the_start_and_text_as_it_is(tmp_path):
+    """Over the sessions of a resumed run."""
+    (tmp_path / "grüße.txt").write_text("äöü ß\u2028 " * 400, encoding="utf-8")
+    output_of("prepare.py", "grüße.txt", cwd=tmp_path)
+    flags = ["--dataset=grüße", *TINY, "--log_interval=1"]
+    output_of("train.py", *flags, cwd=tmp_path)
+    run = tmp_path / "out/grüße"
+    output_of("train.py", "--out_dir=out/grüße", "--resume", "--max_iters=25", cwd=tmp_path)
+    text = (run / "log.jsonl").read_text("utf-8")
+    log = [json.loads(line) for line in text.split("\n")[:-1]]
+    assert "\\u" not in text and "ö" in text
+    seconds = [entry["seconds"] for entry in log]
+    assert len(seconds) == 25 + 3 and seconds == sorted(seconds) and 0 < seconds[0] < 60
+    n = json.loads((tmp_path / "data/grüße/meta.json").read_text())["val"]["tokens"]
+    assert {entry["val_tokens"] for entry in log if "val_loss" in entry} == {n - 1}
 
 
 def test_what_a_line_says_of_time_is_of_the_steps_since_the_last_one(tmp_path, capsys, monkeypatch):
@@ -108,11 +118,32 @@ def test_what_a_line_says_of_time_is_of_the_steps_since_the_last_one(tmp_path, c
         assert (" (best)\n" in capsys.readouterr().out) == best
 
 
-def test_a_run_that_is_stopped_in_its_last_step_is_not_to_be_resumed(tmp_path, capsys):
-    """train.py would refuse that."""
-    config = TrainConfig(max_iters=20, out_dir=str(tmp_path), curves=False)
+def test_the_last_line_can_be_pasted(tmp_path, capsys):
+    """A run that is stopped in its last step is not to be resumed: train.py would refuse that."""
+    out_dir = tmp_path / "my run"
+    config = TrainConfig(max_iters=20, out_dir=str(out_dir), curves=False)
     model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    for step, words in ((19, "stopped at step 19; next: python train.py"), (20, "sample.py")):
-        Report(config, one_process(), Progress(), model, 1, "float32").close(step, stopped=True)
-        said = capsys.readouterr().out.splitlines()[-1]
-        assert words in said and ("--resume" in said) == (step == 19)
+    for step, stopped, words in (
+        (19, True, f"stopped at step 19; next: python train.py --out_dir='{out_dir}' --resume"),
+        (20, True, f"7 s; next: python sample.py '{out_dir}'"),
+        (20, False, f"7 s; next: python sample.py '{out_dir}'"),
+    ):
+        report = Report(config, one_process(), Progress(), model, 1, "float32")
+        report.close(step, stopped, seconds=7.2)
+        assert capsys.readouterr().out.splitlines()[-1] == words
+
+
+def test_utilisation_is_that_of_one_gpu(tmp_path, capsys, monkeypatch):
+    """6 FLOPs per parameter and token, of the tokens that one of the processes trains on."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    processes = one_process()
+    processes.device, processes.world_size = "cuda", 2
+    config = TrainConfig(batch_size=1000, block_size=1000, out_dir=str(tmp_path), curves=False)
+    model = torch.nn.Linear(10_000, 1000, bias=False)
+    report = Report(config, processes, Progress(), model, 1, "bfloat16")
+    clock[0] = 10.0
+    report.training(10, {"loss": 2.0}, {"lr": 1e-3, "norm": 1.0})  # a million tokens a second
+    log = json.loads((tmp_path / "log.jsonl").read_text())
+    assert log["mfu"] == pytest.approx(6 * 1e7 * 5e5 / 312e12)

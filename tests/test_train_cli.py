@@ -1,0 +1,171 @@
+"""Training from day to day: other texts, other machines, presets, and which checkpoint is used."""
+
+import json
+import re
+import shlex
+import shutil
+import tomllib
+from dataclasses import asdict
+
+import pytest
+
+import train
+from gptling.cli import CONFIG, load
+from gptling.pretrained import find_checkpoint
+from gptling.run import load_training_state
+from gptling.tokenizers import load_tokenizer
+from tests.conftest import TEXT, TINY, output_of, run_here, run_script
+from train import TrainConfig
+
+
+@pytest.fixture
+def here(trained, tmp_path):
+    """A directory with data/mine and the run out/mine."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def one_line(process, *words):
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+    return error
+
+
+def test_text_with_a_token_that_the_model_lacks_is_refused_with_the_way_out(tmp_path):
+    """A model of 256 bytes, of one file; data of two files have end-of-text besides."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(TEXT)
+    output_of("prepare.py", "a.txt", "--tokenizer=byte", cwd=tmp_path)
+    output_of("prepare.py", "a.txt", "b.txt", "--tokenizer=byte", "--name=both", cwd=tmp_path)
+    output_of("prepare.py", "b.txt", "--tokenizer=byte", cwd=tmp_path)
+    output_of("train.py", "--dataset=a", *TINY, "--max_iters=2", cwd=tmp_path)
+    for command in ("--eval_only --init_from=out/a", "--init_from=out/a --out_dir=out/new"):
+        flags = [*TINY, "--max_iters=2", *command.split()]
+        process = run_here("train.py", "--dataset=both", *flags, cwd=tmp_path)
+        way_out = "prepare that text with --tokenizer=out/a/checkpoint-2"
+        one_line(process, "another tokenizer", "data/both", way_out)
+    padded = ["--vocab_multiple=300", "--out_dir=out/padded", "--max_iters=2"]  # has room for it
+    output_of("train.py", "--dataset=b", *TINY, *padded, cwd=tmp_path)
+    flags = ["--eval_only", "--init_from=out/padded", "--dataset=both"]
+    one_line(run_here("train.py", *flags, cwd=tmp_path), "another tokenizer")
+    more = ["--tokenizer=out/a/checkpoint-2", "--overwrite", "--name=both"]
+    output_of("prepare.py", "a.txt", "b.txt", *more, cwd=tmp_path)
+    flags = ["--eval_only", "--init_from=out/a", "--dataset=both"]
+    assert "bits per byte" in output_of("train.py", *flags, cwd=tmp_path)
+
+
+def test_other_text_is_prepared_with_the_characters_of_a_run(here):
+    """Named by the run; the first character that it lacks is named."""
+    (here / "other.txt").write_text(TEXT[::-1])
+    output_of("prepare.py", "other.txt", "--tokenizer=out/mine", cwd=here)
+    ours, theirs = load_tokenizer(here / "data/other"), load_tokenizer(here / "data/mine")
+    assert ours._mergeable_ranks == theirs._mergeable_ranks
+    flags = ["--dataset=other", "--init_from=out/mine", *TINY, "--max_iters=22"]
+    assert "step 22/22" in output_of("train.py", *flags, cwd=here)
+    (here / "new.txt").write_text(TEXT + "a bottle on üs all" + TEXT)
+    process = run_here("prepare.py", "new.txt", "--tokenizer=out/mine", cwd=here)
+    one_line(process, "'ü'", "U+00FC", "out/mine", "a bottle on ü")
+    assert not (here / "data/new").exists() and not (here / "data/.new.partial").exists()
+
+
+@pytest.mark.parametrize("name, characters", [("märchen über Köln", 2000), ("a", 30), ("b", 400)])
+def test_the_next_line_can_be_pasted(name, characters, tmp_path):
+    """Its name in quotes where that is needed; sequences are as short as the text wants them."""
+    (tmp_path / f"{name}.txt").write_text(TEXT[:characters], encoding="utf-8")
+    output = output_of("prepare.py", f"{name}.txt", cwd=tmp_path)
+    python, *command = shlex.split(re.search("next: (.*)", output)[1])
+    assert python == "python" and f"--dataset={name}" in command
+    size = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--minutes=0.01", "--curves=False"]
+    output = output_of(*command, *size, cwd=tmp_path)
+    python, *command = shlex.split(re.search("next: (.*)", output)[1])
+    assert len(output_of(*command, "--max_new_tokens=5", cwd=tmp_path)) >= 5
+
+
+def test_what_cannot_change_is_refused(here):
+    begin = ["--init_from=out/mine", "--dataset=mine", "--out_dir=out/other"]
+    for flags in (["--out_dir=out/mine", "--resume"], begin):
+        more = ["--vocab_multiple=128", "--max_iters=30"]
+        one_line(run_script("train.py", *flags, *more, cwd=here), "--vocab_multiple=128", "leave")
+    preset = here / "padded.toml"
+    preset.write_text("vocab_multiple = 128\nmax_iters = 2\n")
+    flags = ["padded.toml", "--init_from=out/mine", "--dataset=mine", "--out_dir=out/new"]
+    output_of("train.py", *flags, cwd=here)  # a preset's gives way, as its sizes do
+    config = tomllib.loads((here / "out/new/config.toml").read_text())
+    assert (config["vocab_multiple"], config["n_embd"]) == (1, 16)
+    padded = ["--vocab_multiple=128", "--out_dir=out/padded", "--max_iters=2", "--n_layer=1"]
+    output_of("train.py", "--dataset=mine", *padded, cwd=here)
+    before = (here / "out/padded/config.toml").read_text()
+    for n in (3, 4):
+        flags = ["--out_dir=out/padded", "--resume", "--vocab_multiple=128", f"--max_iters={n}"]
+        output_of("train.py", *flags, cwd=here)
+    after = (here / "out/padded/config.toml").read_text()
+    assert after == before.replace("max_iters = 2", "max_iters = 4")
+
+
+def test_auto_is_chosen_again_on_another_machine(here, monkeypatch, train_here):
+    """A dtype or a device that was given stays."""
+    flags = ["--dataset=mine", *TINY, "--dtype=auto", "--out_dir=out/auto"]
+    output_of("train.py", *flags, cwd=here)
+    monkeypatch.setattr(train, "pick_dtype", lambda dtype, *a, **k: f"{dtype} bfloat16".split()[1])
+    asked = []
+    monkeypatch.setattr("gptling.processes.pick_device", lambda d: asked.append(d) or "cpu")
+    monkeypatch.setattr("gptling.run.lock_directory", lambda directory: None)
+    resume = ["--out_dir=out/auto", "--resume"]
+    process = run_here("train.py", *resume, "--max_iters=22", cwd=here)
+    assert b"cpu, bfloat16, from step 20\n" in process.stdout, process.stderr
+    assert load_training_state(here / "out/auto/checkpoint-22")["config"]["dtype"] == "auto"
+    run_here("train.py", *resume, "--max_iters=23", "--device=cpu", cwd=here)
+    run_here("train.py", *resume, "--max_iters=24", cwd=here)
+    assert asked == ["auto", "cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "losses, taken, words",
+    [
+        ({10: 2.0, 20: 1.5}, 20, ""),
+        ({10: 1.5, 20: 2.0}, 10, "lowest validation loss; the newest is"),
+        ({10: 2.0, 20: 1.5, 25: None}, 25, "is where the run stopped;"),
+        ({10: 1.5, 15: None, 20: 2.0}, 10, "lowest validation loss; the newest is"),
+        ({7: None}, 7, ""),
+        ({5: 2.0, 7: 1.5, 10: 1.5}, 10, ""),
+    ],
+)
+def test_a_run_means_its_best_or_where_it_stopped_and_says_which(
+    losses, taken, words, tmp_path, capsys
+):
+    for step, loss in losses.items():
+        path = tmp_path / f"checkpoint-{step}"
+        path.mkdir()
+        (path / "config.json").write_text("{}")
+        metrics = {"step": step} | ({} if loss is None else {"val_loss": loss})
+        (path / "metrics.json").write_text(json.dumps(metrics))
+    assert find_checkpoint(tmp_path).name == f"checkpoint-{taken}"
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == bool(words)
+    other = (
+        max(losses) if taken != max(losses) else max(s for s in losses if losses[s] or s == taken)
+    )
+    assert not words or str(tmp_path / f"checkpoint-{other}") in said
+
+
+def test_what_a_preset_does_not_say_is_the_quick_starts(tmp_path):
+    """As where there are flags alone."""
+    (tmp_path / "mine.toml").write_text('dataset = "mine"\nmax_iters = 7\n')
+    preset, *_ = load(TrainConfig, "", [str(tmp_path / "mine.toml")], presets=True)
+    flags, *_ = load(TrainConfig, "", ["--dataset=mine", "--max_iters=7"], presets=True)
+    assert asdict(preset) == asdict(flags) and preset.n_embd == 128
+
+
+@pytest.mark.parametrize("preset", sorted(CONFIG.glob("*.toml")), ids=lambda path: path.name)
+def test_presets_say_the_model_the_steps_and_the_rates(preset):
+    """So that no recipe changes with the quick start."""
+    ours = tomllib.loads(preset.read_text())
+    needed = {"dataset", "block_size", "batch_size", "n_layer", "n_head", "n_embd", "bias"}
+    needed |= {"optimizer", "learning_rate", "muon_lr", "muon_momentum", "schedule", "min_lr"}
+    needed |= {"warmup_iters", "beta2", "max_iters", "eval_interval"}
+    if ours.get("init_from"):
+        needed -= {"n_layer", "n_head", "n_embd", "bias"}  # the model's own
+    if ours.get("optimizer") == "adamw":
+        needed -= {"muon_lr", "muon_momentum"}
+    assert needed <= set(ours), needed - set(ours)
