@@ -1,50 +1,54 @@
-"""Changed versions of model.py as modules: patches of docs/experiments/ and edits of its text."""
+"""Changed versions of the scripts: patches of docs/experiments/ and edits of model.py."""
 
 import functools
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import types
 from pathlib import Path
+from unittest import mock
 
 from tests.conftest import ROOT
 
-DIRECTORY = tempfile.TemporaryDirectory()  # of the changed files, until the tests end
+DIRECTORY = tempfile.TemporaryDirectory()  # of the changed scripts, until the tests end
 
 
-def apply_patch(name: str, directory: Path):
-    """Apply docs/experiments/NAME.patch to the copy of the project in a directory."""
-    git = ["git", "apply", "-C1", ROOT / "docs" / "experiments" / f"{name}.patch"]
-    alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(directory.parent)}
-    applied = subprocess.run(git, cwd=directory, env=alone, capture_output=True, text=True)
-    assert applied.returncode == 0, applied.stderr
-
-
-def edited_source(*changes: str | tuple[str, str]) -> str:
-    """model.py with these changes: names of patches, or pairs of a text in it and a new text."""
-    source = (ROOT / "model.py").read_text(encoding="utf-8")
+def copy_edited(directory: Path, names: list[str], changes: tuple):
+    """Copy files and folders of the project to a directory and change them. A change is the name of
+    a patch, or a pair: a text in model.py, or in train.py, and what replaces it."""
+    for name in names:
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, directory / name)
     for change in changes:
         if isinstance(change, str):
-            with tempfile.TemporaryDirectory() as directory:
-                file = Path(directory, "model.py")
-                file.write_text(source, encoding="utf-8")
-                apply_patch(change, Path(directory))
-                source = file.read_text(encoding="utf-8")
-        else:
-            assert change[0] in source, f"model.py no longer has {change[0]}"
-            source = source.replace(*change)
-    return source
+            git = ["git", "apply", "-C1", ROOT / "docs" / "experiments" / f"{change}.patch"]
+            environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(directory.parent)}
+            subprocess.run(git, cwd=directory, env=environment, check=True)
+            continue
+        files = [directory / name for name in ("model.py", "train.py")]
+        file = next((f for f in files if change[0] in f.read_text(encoding="utf-8")), None)
+        assert file, f"no script has {change[0]!r} any more"
+        file.write_text(file.read_text(encoding="utf-8").replace(*change), encoding="utf-8")
 
 
 @functools.cache
+def edited(*changes: str | tuple[str, str]) -> types.SimpleNamespace:
+    """The modules model, train and sample of the project with these changes."""
+    directory, modules = Path(tempfile.mkdtemp(dir=DIRECTORY.name)), {}
+    names = ["model", "train", "sample"]
+    copy_edited(directory, [f"{name}.py" for name in names], changes)
+    for name in names:
+        full_name = f"{directory.name}_{name}"
+        spec = importlib.util.spec_from_file_location(full_name, directory / f"{name}.py")
+        module = modules[name] = importlib.util.module_from_spec(spec)
+        sys.modules[full_name] = module
+        with mock.patch.dict(sys.modules, modules):  # `from model import GPT` finds the edited one
+            spec.loader.exec_module(module)
+    return types.SimpleNamespace(**modules)
+
+
 def edited_module(*changes: str | tuple[str, str]) -> types.ModuleType:
-    """The module of a changed model.py, with a file: torch.compile looks at its name."""
-    name = f"edited_{len(sys.modules)}"
-    file = Path(DIRECTORY.name, f"{name}.py")
-    file.write_text(edited_source(*changes), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The module of the changed model.py."""
+    return edited(*changes).model
