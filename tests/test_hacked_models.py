@@ -19,9 +19,8 @@ from gptling import loss as loss_module
 from gptling.cli import UserError
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
-from gptling.gpt2_format import ChangedModelError, load, save
+from gptling.gpt2_format import load, save
 from gptling.loss import use_loss_in_pieces
-from gptling.pretrained import load_model
 from gptling.processes import recompute_activations
 from gptling.tokenizers import load_tokenizer
 from model import GPT
@@ -114,6 +113,16 @@ HACKS = {
           '        self.register_buffer("gain", 2.5 * torch.ones(2))\n        self.untouched ='),
          (LOGITS, "return self.gain[0] * self.lm_head(x)")),
         even=False,
+    ),
+    "no dropout": Hack(
+        (("    dropout: float = 0.0  #", "    #"),
+         ("        require(0 <= self.dropout < 1, ", "        require(True, "),
+         ('f"dropout={self.dropout}: must be at least 0 and below 1"', '""'),
+         ("        self.dropout = config.dropout\n", ""),
+         ("F.dropout(self.c_proj(x), self.dropout, self.training)", "self.c_proj(x)"),
+         ('{"dropout": config.dropout, "qkv_bias"', '{"qkv_bias"'),
+         ("        x = F.dropout(x, self.config.dropout, self.training)\n", "")),
+        gpt2=True,
     ),
     "norms without weights": Hack(
         (NORM, ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.Identity()")), even=False,
@@ -386,7 +395,7 @@ def test_a_checkpoint_is_stored_as_what_it_is(name, bias, tmp_path):
     save(unchanged_model(bias=bias), unchanged)
     stored = json.loads((ours / "config.json").read_text())
     if hack.gpt2:
-        assert stored["model_type"] == "gpt2" and not reason
+        assert stored["model_type"] == "gpt2" and not reason and stored["attn_pdrop"] == 0.0
         expected = theirs.from_pretrained(ours).eval()(idx).logits
         torch.testing.assert_close(model(idx)[0], expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(load(GPT, ours)(idx)[0], model(idx)[0])
@@ -428,75 +437,21 @@ def test_models_with_the_same_names_of_tensors_are_told_apart(one, other, tmp_pa
         load(edited_module(*other).GPT, tmp_path)
 
 
-@pytest.mark.parametrize("index", [("wte.weight", 50), ("h.1.mlp.c_fc.weight", (3, 5))])
-@pytest.mark.parametrize("name", ["unchanged", "erf form of GELU"])
-def test_weights_that_another_program_has_changed_are_no_other_model(name, index, tmp_path):
-    """Every program writes them without our metadata. Only NaN is refused."""
-    model = unchanged_model() if name == "unchanged" else hacked_model(name)
+@pytest.mark.parametrize("name", ["smoothing", "erf form of GELU"])
+def test_weights_that_another_program_has_changed_are_no_other_model(name, tmp_path):
+    """Every other program writes them without our metadata."""
+    model = hacked_model(name)
     save(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    for value in (2.5, math.nan):
-        tensors[f"transformer.{index[0]}"][index[1]] = value
-        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        if value == 2.5:
-            changed = load(type(model), tmp_path).state_dict()[index[0]]
-            assert (changed.T if "c_fc" in index[0] else changed)[index[1]].max() == 2.5
-    if name == "unchanged":
-        with pytest.raises(ValueError, match="NaN or infinity"):
-            load(type(model), tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_model_is_compared_as_its_weights_are_stored(tmp_path, dtype):
-    """In training mode too, with TF32 allowed and inside autocast."""
-    model = unchanged_model(dropout=0.5).to(dtype).train()
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not save(model, tmp_path)
-    assert torch.get_float32_matmul_precision() == "medium" and model.training
-    torch.set_float32_matmul_precision(precision)
-    assert next(model.parameters()).dtype == dtype
-    load(GPT, tmp_path)
-
-
-def test_other_logits_are_refused_in_one_line_unless_that_is_meant(tmp_path):
-    """A head more changes no tensor."""
-    save(hacked_model("erf form of GELU"), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"n_head": 2}))
-    model_class = edited_module(ERF).GPT
-    with pytest.raises(ChangedModelError):
-        load(model_class, tmp_path)
-    with pytest.raises(UserError, match="--allow_changed_model") as raised:
-        load_model(model_class, tmp_path)
-    assert "\n" not in str(raised.value)
-    assert load_model(model_class, tmp_path, allow_changed=True).config.n_head == 2
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = 2.5
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load(type(model), tmp_path).h[1].mlp.c_fc.weight[5, 3] == 2.5
 
 
 def test_shared_blocks_are_stored_once(tmp_path):
     save(hacked_model("shared"), tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert {name.split(".")[2] for name in names if ".h." in name} == {"0"}
-
-
-def test_what_a_checkpoint_lacks_is_as_in_a_new_model_if_that_is_meant(tmp_path, capsys):
-    """And what only the checkpoint has is left out. A line names both."""
-    save(unchanged_model(), tmp_path)
-    for name, line in [
-        ("gate", "it has no h.0.gate, h.1.gate"),
-        ("rope", "model.py has no wpe.weight"),
-    ]:
-        model_class = edited(*HACKS[name].changes).model.GPT
-        with pytest.raises(UserError, match=f": {line}; .*--allow_changed_model"):
-            load_model(model_class, tmp_path)
-        model = load_model(model_class, tmp_path, allow_changed=True)
-        assert capsys.readouterr().out == f"{tmp_path}: {line}\n"
-        stored = load(GPT, tmp_path)
-        assert torch.equal(model.h[1].mlp.c_fc.weight, stored.h[1].mlp.c_fc.weight)
-        if name == "gate":
-            idx, _ = batch()
-            assert torch.equal(model(idx)[0], stored(idx)[0])
 
 
 def test_a_field_of_ones_own_wins_over_a_name_of_gpt2s(tmp_path):
@@ -595,7 +550,8 @@ def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(run, tmp_p
     weight = "    bias: bool = True", "    z_loss: float = 0.0\n    bias: bool = True"
     changes = ((old, new.replace("0.01", "self.config.z_loss")), weight)
     run((), "train", *TRAIN)
-    assert "z_loss: 0.001" in run(changes, "train", *RESUME, "--max_iters=8", "--z_loss=1e-3")
+    said = run(changes, "train", *RESUME, "--max_iters=8", "--z_loss=1e-3")
+    assert re.search(r"z_loss: .*0\.001", said)
     said = run(changes, "train", *RESUME, "--max_iters=10", "--z_loss=0.1")
     assert re.search(r"z_loss: .*0\.1", said) and "0.001" in said
     assert "n_head" in run(changes, "train", *RESUME, "--max_iters=12", "--n_head=4", code=1)
