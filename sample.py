@@ -21,7 +21,7 @@ import tyro
 from gptling.cli import PositiveInt, UserError, check_numbers, load, run
 from gptling.decoding import WIDE, speed_up
 from gptling.devices import cast_parameters, pick_device, pick_dtype
-from gptling.explain import check_page, explain, write_page
+from gptling.explain import explain, write_page
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.streaming import Sample, print_in_order
 from gptling.tokenizers import encode, load_tokenizer, start_token
@@ -143,14 +143,12 @@ def write_samples(model: GPT, tokenizer, prompts: list[str], config: SampleConfi
 def main():
     config, *_ = load(SampleConfig, __doc__)
     config.device = pick_device(config.device)
-    if config.explain:
-        check_page(Path(config.explain))
     prompts = [] if config.interactive else read_prompts(config)
     checkpoint = find_checkpoint(config.run)
     tokenizer = load_tokenizer(checkpoint)
     encode_prompts(tokenizer, prompts, config)  # what it lacks is told before the model is loaded
     model = load_model(GPT, checkpoint)
-    original = copy.deepcopy(model) if config.explain else None  # in float32, its layers untouched
+    original = copy.deepcopy(model) if config.explain else None  # in float32
     wide = model.config.n_embd >= WIDE
     dtype = pick_dtype(config.dtype, config.device, wide, only_stored=config.compile)
     cast_parameters(model, getattr(torch, dtype)).to(config.device)

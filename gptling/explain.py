@@ -2,8 +2,8 @@
 
 import base64
 import json
+import math
 import sys
-import tempfile
 from pathlib import Path
 
 import tiktoken
@@ -15,89 +15,78 @@ from torch.overrides import TorchFunctionMode
 from gptling.cli import UserError
 from gptling.files import replace, writing
 
-PAGE_WEIGHTS = 5_000_000  # of attention, 2 bytes each: deep models show fewer tokens
+MAX_WEIGHTS = 5_000_000  # of attention on a page, 2 bytes each: deep models show fewer tokens
 
 
 def visible(raw: bytes) -> str:
-    """A token as a label: white space as symbols, what has no look by its number."""
+    """A token as a label: white space as symbols, unprintable characters as code points."""
     text = raw.decode("utf-8", "backslashreplace")
     symbols = {" ": "·", "\n": "↵", "\t": "→"}
     return "".join(symbols.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
 
 
-class Attended(TorchFunctionMode):
-    """The values v and the outcome y of each call of PyTorch's attention."""
+def attention_weights(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> torch.Tensor:
+    """softmax(Q K^T * scale + mask), (B, nh, T, S), of a call of F.scaled_dot_product_attention
+    with these arguments, before dropout. Rows sum to 1, or to 0 for a query without any key."""
+    key = key.repeat_interleave(query.size(-3) // key.size(-3), dim=-3)  # one key head a query head
+    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()  # (T, S)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(dim=-1).nan_to_num()
+
+
+class RecordAttention(TorchFunctionMode):
+    """While active, keeps the weights of every call of PyTorch's attention."""
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.weights = []  # one (B, nh, T, S) a call
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        y = func(*args, **kwargs or {})
         if func is F.scaled_dot_product_attention:
-            self.calls.append((args[2], y))
-        return y
+            self.weights.append(attention_weights(*args, **kwargs or {}))
+        return func(*args, **kwargs or {})
 
 
 def logits_and_attention(model: nn.Module, idx: torch.Tensor):
-    """Logits (T, V) of one text idx (1, T), and the weights (n, nh, T, T) of each call of a layer
-    that has a method attention_weights, n_layer calls in GPT. Raises UserError for a model without
-    one, and where weights times values is not what PyTorch's attention gave in that layer."""
-    weights, attended, T = [], Attended(), idx.size(1)  # weights: n times (1, nh, T, T)
-
-    def keep_weights(layer, args, options):
-        # Options that are None, as `cache` is here, need not be known to attention_weights.
-        given = {name: value for name, value in options.items() if value is not None}
-        try:
-            weights.append(layer.attention_weights(*args, **given))
-        except TypeError as error:  # an argument that forward alone has
-            raise UserError(f"--explain: {error}") from None
-        attended.calls.clear()
-
-    def compare(layer, args, options, output):
-        which = f"call {len(weights)} of a {type(layer).__name__}"
-        if weights[-1].shape[-2:] != (T, T):
-            raise UserError(f"--explain: {which} has weights of another shape than ({T}, {T})")
-        if not attended.calls:
-            words = "does not call PyTorch's attention: what its attention_weights say is shown"
-            print(f"--explain: {which} {words}, unchecked", file=sys.stderr)
-        for v, y in attended.calls:
-            v = v.repeat_interleave(y.size(1) // v.size(1), dim=1)  # (1, nh, T, hs)
-            if (weights[-1] @ v - y).abs().max() > 1e-3 * y.std():
-                raise UserError(f"--explain: {which} is not what its attention_weights say")
-
-    layers = dict.fromkeys(m for m in model.modules() if hasattr(m, "attention_weights"))
-    hooks = [layer.register_forward_pre_hook(keep_weights, with_kwargs=True) for layer in layers]
-    hooks += [layer.register_forward_hook(compare, with_kwargs=True) for layer in layers]
-    try:
-        with attended:
-            logits, _ = model(idx)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not weights:
-        raise UserError("--explain: no layer of this model has a method attention_weights")
-    return logits[0], torch.cat(weights)
+    """Logits (T, V) of one text idx (1, T), and the weights (n, nh, T, T) of the n calls of
+    PyTorch's attention that the model makes for it. Raises UserError if there are none to show."""
+    with RecordAttention() as attention:
+        logits, _ = model(idx)
+    T, n, n_layer = idx.size(1), len(attention.weights), model.config.n_layer
+    shapes = {tuple(weights.shape[1:]) for weights in attention.weights}  # {(nh, T, T)}
+    if n == 0:
+        raise UserError("--explain: no attention seen: no call of F.scaled_dot_product_attention")
+    if len(shapes) > 1 or shapes.pop()[1:] != (T, T):
+        raise UserError(f"--explain: attention is not between all {T} tokens, or n_head differs")
+    if n != n_layer:
+        print(f"--explain: {n} calls of attention seen, in {n_layer} layers", file=sys.stderr)
+    return logits[0], torch.cat(attention.weights)
 
 
 @torch.no_grad()
 def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_prompt: int) -> dict:
-    """What the page shows of a text whose first n_prompt ids are the prompt, by one forward pass.
+    """The data of the page, by one forward pass. The first n_prompt ids are the prompt.
 
     Of each token but the first, given those before it (temperature 1, no filter): its probability
-    and rank, and the ten likeliest in its place as [label, probability, whether it is the token];
-    attention: base64 of 65535 times the lower triangles of attention_weights in uint16."""
-    fit = int((2 * PAGE_WEIGHTS / model.config.n_layer / model.config.n_head) ** 0.5)
-    room = min(256, model.config.block_size, fit)  # tokens on the page
-    # From the beginning, so that each token has what it had when it was drawn; of a prompt that
-    # takes more than half of the page, only its end where the text does not fit.
-    start = max(0, min(n_prompt - room // 2, len(ids) - room))
-    shown = ids[start : start + room]
+    and rank, and the ten likeliest in its place as [label, probability, whether it is the token].
+    attention: base64 of 65535 times the lower triangles of the weights in uint16."""
+    max_tokens = int((2 * MAX_WEIGHTS / model.config.n_layer / model.config.n_head) ** 0.5)
+    max_tokens = min(256, model.config.block_size, max_tokens)
+    # From the beginning, so that each token has the context that it was drawn with. If the text
+    # does not fit, a prompt of more than half of the page loses its beginning.
+    start = max(0, min(n_prompt - max_tokens // 2, len(ids) - max_tokens))
+    shown = ids[start : start + max_tokens]
     T = len(shown)
     idx = torch.tensor([shown], device=next(model.parameters()).device)
     logits, weights = logits_and_attention(model, idx)
-    logits = logits[:-1].masked_fill(~model.valid_tokens, float("-inf"))
-    probs = logits.softmax(dim=-1)  # (T - 1, V)
+    probs = logits[:-1].masked_fill(~model.valid_tokens, -math.inf).softmax(dim=-1)  # (T - 1, V)
     token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
     top = probs.topk(min(10, int(model.valid_tokens.sum())))
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
@@ -118,14 +107,6 @@ def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_pr
         ],
         "attention": base64.b64encode(codes.tobytes()).decode(),
     }
-
-
-def check_page(path: Path):
-    """Raises UserError where a page cannot be written: before anything is computed for it."""
-    with writing(path):
-        if path.is_dir():
-            raise UserError(f"{path}: it is a directory")
-        tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def write_page(path: Path, data: dict):

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import json
 import math
 import os
 import shutil
@@ -22,8 +21,8 @@ from gptling.streaming import Sample
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from sample import SampleConfig
-from tests.changed_model import ChangedGPT
 from tests.conftest import output_of, run_here, run_script
+from tests.edits import edited_module
 
 
 @pytest.fixture(scope="module")
@@ -231,32 +230,12 @@ def test_settings_that_make_no_sense_are_usage_errors(capsys, argument, named):
     assert exit.value.code == 2 and argument.split("=")[0] in error and named in error
 
 
-# ---------------------------------------------------------------------------- other models
-
-
-def test_a_changed_model_samples_as_gpt_does(trained, tmp_path, monkeypatch):
-    """Past the window and in a batch, where each text is what it is alone; and explained."""
-    tokenizer = (trained / "out" / "mine" / "checkpoint-20" / "tokenizer.json").read_text()
-    V = 1 + max(json.loads(tokenizer)["model"]["vocab"].values())
-    model = random_model(ChangedGPT, block_size=16, vocab_size=V, n_embd=16)
-    save(model, tmp_path, tokenizer)
-    monkeypatch.setattr("sample.GPT", ChangedGPT)
-
-    def text(*arguments):
-        common = ["--max_new_tokens=40", "--dtype=float32", *arguments]
-        process = run_here("sample.py", tmp_path, *common, cwd=tmp_path)
-        assert process.returncode == 0, process.stderr.decode()
-        return process.stdout.decode().removesuffix("\n")
-
-    prompts = ["7 gr", "the wall", "1"]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
-    batch = text("--prompts=prompts.txt").split("\n---\n")
-    assert batch == [text("--prompt", prompt) for prompt in prompts]
-    assert text("--prompt=7 gr", "--explain=page.html") == batch[0]
-    assert "7" in (tmp_path / "page.html").read_text()
-
-
 # ---------------------------------------------------------------------------- speed
+
+
+def changed_gpt(config):
+    """Another architecture: rotary positions and SwiGLU."""
+    return edited_module("rope", "swiglu").GPT(config)
 
 
 def random_model(model_class, **sizes):
@@ -301,7 +280,11 @@ def check_speed_up(model, padded, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "model_class, sizes",
-    [(GPT, {}), (GPT, {"n_embd": 256, "bias": False}), (ChangedGPT, {"n_embd": 256})],
+    [
+        (GPT, {}),
+        (GPT, {"n_embd": 256, "bias": False}),
+        pytest.param(changed_gpt, {"n_embd": 256}, marks=pytest.mark.gpt2),
+    ],
 )
 def test_speed_changes_no_logits_but_for_rounding(model_class, sizes, dtype, padded):
     """In oneDNN's layouts where the model is wide, and with keys in float32."""
@@ -314,8 +297,8 @@ def test_speed_changes_no_logits_but_for_rounding(model_class, sizes, dtype, pad
     [
         (GPT, torch.float32, True),
         (GPT, torch.bfloat16, False),
-        (ChangedGPT, torch.float32, False),
-        (ChangedGPT, torch.bfloat16, True),
+        pytest.param(changed_gpt, torch.float32, False, marks=pytest.mark.gpt2),
+        pytest.param(changed_gpt, torch.bfloat16, True, marks=pytest.mark.gpt2),
     ],
 )
 def test_compiling_changes_no_logits_but_for_rounding(model_class, dtype, padded, capfd):
@@ -362,7 +345,9 @@ def test_models_that_differ_in_a_number_alone_are_compiled_each(monkeypatch):
         torch.testing.assert_close(steps(fast, idx, None), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model_class", [GPT, pytest.param(ChangedGPT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_class", [GPT, pytest.param(changed_gpt, marks=[pytest.mark.slow, pytest.mark.gpt2])]
+)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )

@@ -1,0 +1,648 @@
+"""Whoever edits model.py need not know of any other file: each patch of docs/experiments/ and some
+edits take effect in training, evaluation and sampling, and are stored as what they are."""
+
+import gc
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gptling import loss as loss_module
+from gptling.cli import UserError
+from gptling.decoding import speed_up
+from gptling.explain import logits_and_attention
+from gptling.gpt2_format import load, save
+from gptling.loss import use_loss_in_pieces
+from gptling.processes import recompute_activations
+from gptling.tokenizers import load_tokenizer
+from model import GPT
+from tests import try_model
+from tests.conftest import ROOT, TEXT, TINY, run_here
+from tests.edits import copy_edited, edited, edited_module
+from tests.test_explain import attention_of
+from tests.test_model import generate, padded
+
+pytestmark = pytest.mark.gpt2  # patches and edits are of the unchanged code
+PATCHES = sorted((ROOT / "docs" / "experiments").glob("*.patch"))
+SIZES = {"block_size": 16, "vocab_size": 97, "n_layer": 2, "n_head": 4, "n_embd": 32}
+
+
+@dataclass
+class Hack:
+    """Changes of the code, and how they differ from a change of what a GPT-2 computes."""
+
+    changes: tuple
+    gpt2: bool = False  # whether it still computes what a GPT-2 computes
+    sizes: dict = field(default_factory=dict)  # fields of GPTConfig
+    terms: tuple = ()  # what forward returns beside the loss
+    untouched: int = 0  # parameters that init_weights does not draw
+    even: bool = True  # whether the first loss is that of a uniform guess
+
+
+ATTENTION = "        x = x + self.attn(self.ln_1(x), padding_mask=padding_mask, cache=cache)\n"
+LOGITS = "return self.lm_head(x)"
+LOSS = "        return logits, losses.sum() / (targets != -100).sum()"
+MASK = "        mask = self.causal_mask[None, None, past : past + T, :S]\n"
+MLP = "        self.mlp = MLP(config)\n"
+NORM = "nn.LayerNorm(C, bias=bias)", "nn.LayerNorm(C, elementwise_affine=False)"
+DISTANCE = "torch.arange(past, past + T)[:, None] - torch.arange(S)"
+ALIBI = f"""        slopes = 2.0 ** (-8 * torch.arange(1, self.n_head + 1) / self.n_head)
+        bias = -slopes[:, None, None] * ({DISTANCE})
+        return bias.masked_fill(~(mask | ~has_key), -math.inf), has_key
+"""
+Z_LOSS = """        losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+        if self.training:
+            losses = losses + 0.01 * logits.logsumexp(-1) ** 2 * (targets != -100)
+        return losses
+"""
+AFTER_NEXT = """        y = self.head_2(x[:, :-1]).flatten(0, 1)
+        after = self.losses(y, targets[:, 1:].flatten()).sum() / (targets != -100).sum()
+"""
+HEAD_2 = "self.head_2 = nn.Linear(config.n_embd, config.vocab_size, bias=False)"
+AVERAGE = """        x = self.ln_f(x)
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x - self.mean
+"""
+GATE = (
+    (MLP, f"{MLP}        self.gate = nn.Parameter(torch.ones(1))\n"),
+    ("return x + self.mlp(self.ln_2(x))", "return x + self.gate * self.mlp(self.ln_2(x))"),
+)
+GELU = 'F.gelu(self.c_fc(x), approximate="tanh")'
+ERF, RELU = (GELU, "F.gelu(self.c_fc(x))"), (GELU, "F.relu(self.c_fc(x))")
+HACKS = {
+    "gqa": Hack(("gqa",), sizes={"n_kv_head": 1}),
+    "moe": Hack(("moe",), terms=("balance",)),
+    "qknorm": Hack(("qknorm",)),
+    "rmsnorm": Hack(("rmsnorm",)),
+    "rope": Hack(("rope",)),
+    "shared": Hack(("shared",)),
+    "smoothing": Hack(("smoothing",), gpt2=True),
+    "softcap": Hack(("softcap",), sizes={"logit_cap": 2.0}),
+    "swiglu": Hack(("swiglu",)),
+    "window": Hack(("window",), sizes={"window": 5}),
+    "lion": Hack(("lion",), gpt2=True),
+    "invsqrt": Hack(("invsqrt",), gpt2=True),
+    "z-loss": Hack(
+        (('        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")\n',
+          Z_LOSS),),
+        gpt2=True,
+    ),
+    "erf form of GELU": Hack((ERF,)),
+    "ALiBi": Hack((("        return mask | ~has_key, has_key\n", ALIBI),)),
+    "untied": Hack(
+        ((', bias=False, device="meta")', ", bias=False)"),
+         ("        self.lm_head.weight = self.wte.weight", "        # ")),
+    ),
+    "second head": Hack(
+        (("        self.untouched =", f"        {HEAD_2}\n        self.untouched ="),
+         (LOSS, f'{AFTER_NEXT}{LOSS}, {{"after_next": after}}')),
+        terms=("after_next",),
+    ),
+    "gate": Hack(GATE, gpt2=False, untouched=2),
+    "stored buffer": Hack(
+        (("        self.untouched =",
+          '        self.register_buffer("gain", 2.5 * torch.ones(2))\n        self.untouched ='),
+         (LOGITS, "return self.gain[0] * self.lm_head(x)")),
+        even=False,
+    ),
+    "no dropout": Hack(
+        (("    dropout: float = 0.0  #", "    #"),
+         ("        require(0 <= self.dropout < 1, ", "        require(True, "),
+         ('f"dropout={self.dropout}: must be at least 0 and below 1"', '""'),
+         ("        self.dropout = config.dropout\n", ""),
+         ("F.dropout(self.c_proj(x), self.dropout, self.training)", "self.c_proj(x)"),
+         ('{"dropout": config.dropout, "qkv_bias"', '{"qkv_bias"'),
+         ("        x = F.dropout(x, self.config.dropout, self.training)\n", "")),
+        gpt2=True,
+    ),
+    "norms without weights": Hack(
+        (NORM, ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.Identity()")), even=False,
+    ),
+}  # fmt: skip
+MODELS = [name for name in HACKS if name not in ("lion", "invsqrt")]  # which are of train.py
+
+
+def random_model(module, **sizes):
+    """In eval mode, with weights that are large enough for a change to show."""
+    torch.manual_seed(0)
+    model = module.GPT(module.GPTConfig(**SIZES | sizes)).eval()
+    for name, parameter in model.named_parameters():
+        std = 3 * parameter.size(-1) ** -0.5 if parameter.dim() > 1 else 0.3
+        mean = 1.0 if name.endswith("weight") and parameter.dim() == 1 else 0.0
+        torch.nn.init.normal_(parameter, mean=mean, std=min(std, 0.3))
+    return model
+
+
+def unchanged_model(**sizes):
+    return random_model(sys.modules["model"], **sizes)
+
+
+def hacked_model(name, **sizes):
+    return random_model(edited(*HACKS[name].changes).model, **HACKS[name].sizes | sizes)
+
+
+def batch():
+    idx, targets = torch.randint(97, (2, 4, 16))
+    targets[0, :3] = -100
+    return idx, targets
+
+
+def results(model, idx, targets):
+    """The loss, the terms beside it, and the gradients of all parameters by their sum."""
+    _, loss, *terms = model(idx, targets)
+    parts = {"loss": loss} | (terms[0] if terms else {})
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(sum(parts.values()), parameters, allow_unused=True)
+    return parts, [0.0 if g is None else g for g in gradients]
+
+
+# ---------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_and_evaluation_are_those_of_the_plain_code(name, monkeypatch, capsys):
+    """With the loss in pieces, and with blocks that are recomputed."""
+    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 97 * 5)
+    monkeypatch.setattr(loss_module, "ROWS_WITHOUT_GRADIENT", 32)
+    model, (idx, targets) = hacked_model(name), batch()
+    plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
+    assert set(plain[0]) == {"loss", *HACKS[name].terms}
+    use_loss_in_pieces(model.train())
+    assert model.loss_in_pieces is not None and not capsys.readouterr().out
+    torch.testing.assert_close(results(model, idx, targets), plain)
+    recompute_activations(model, compile_blocks=False)
+    torch.testing.assert_close(results(model, idx, targets), plain)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(idx, targets)[1], evaluated)
+    if name in ("z-loss", "smoothing"):  # of the training loss alone
+        assert abs(plain[0]["loss"] - evaluated) > 1e-3
+    else:
+        torch.testing.assert_close(plain[0]["loss"], evaluated)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
+    hack, scripts = HACKS[name], edited(*HACKS[name].changes)
+    for optimizer in ("adamw", "muon"):
+        torch.manual_seed(0)
+        sizes = SIZES | {"n_embd": 64} | hack.sizes
+        model, (idx, targets) = scripts.model.GPT(scripts.model.GPTConfig(**sizes)), batch()
+        assert len(model.untouched) == hack.untouched
+        loss = model.eval()(idx, targets)[1].item()
+        assert not hack.even or loss == pytest.approx(math.log(97), rel=0.05)
+        before = [parameter.clone() for parameter in model.parameters()]
+        _, loss, *terms = model.train()(idx, targets)
+        sum(terms[0].values() if terms else (), start=loss).backward()
+        config = scripts.train.TrainConfig(optimizer=optimizer)
+        for each in scripts.train.configure_optimizers(model, config):
+            for group in each.param_groups:
+                group["lr"] = 1e-2 * group.get("lr_scale", 1)
+            each.step()
+        for old, (parameter_name, new) in zip(before, model.named_parameters(), strict=True):
+            if new.grad is not None and new.grad.any():
+                assert not torch.equal(old, new), f"{optimizer} has left {parameter_name}"
+            assert new.isfinite().all()
+
+
+def test_a_shared_block_is_recomputed_once_for_each_time_that_it_runs():
+    model, calls = hacked_model("shared").train(), []
+    model.h[0].ln_1.register_forward_hook(lambda *_: calls.append(1))
+    recompute_activations(model, compile_blocks=False)
+    model(*batch())[1].backward()
+    assert len(calls) == 2 * model.config.n_layer
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ((LOSS, f"{LOSS} + 1e-4 * logits.float().logsumexp(-1).square().mean()"),),
+        (*GATE, (LOSS, f"{LOSS} + sum((block.gate - 1).abs().sum() for block in self.h)")),
+    ],
+    ids=["of the logits", "that begins at zero"],
+)
+def test_what_forward_adds_to_the_losses_is_kept(changes, capsys):
+    """A loss in pieces would lose it, and is not used."""
+    model, (idx, targets) = edited_module(*changes).GPT(GPT.config_class(**SIZES)), batch()
+    plain = results(model, idx, targets)
+    use_loss_in_pieces(model)
+    assert model.loss_in_pieces is None and "memory" in capsys.readouterr().out
+    torch.testing.assert_close(results(model, idx, targets), plain)
+
+
+def test_a_moving_average_is_moved_by_training_alone(capsys):
+    buffer = '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'
+    first = "        self.untouched ="
+    module = edited_module(("        return self.ln_f(x)\n", AVERAGE), (first, buffer + first))
+    model = random_model(module).train()
+    use_loss_in_pieces(model)
+    assert model.loss_in_pieces is not None and not capsys.readouterr().out
+    assert not model.mean.any()
+
+
+@pytest.mark.parametrize("third", ["losses.mean()", '{"z": losses}'])
+def test_a_third_value_that_is_not_a_dict_of_scalars_is_an_error(third):
+    with pytest.raises(UserError, match=r"third value, .*: give \{name: scalar tensor\}"):
+        use_loss_in_pieces(random_model(edited_module((LOSS, f"{LOSS}, {third}"))))
+
+
+def test_a_mask_of_training_alone_acts_after_loading_too(tmp_path):
+    """Loading has seen the mask of evaluation, which stays the kernel's."""
+    drop = "        if self.training:\n            mask = mask & (torch.rand(T, S) > 0.5)\n"
+    model, idx = random_model(edited_module((MASK, MASK + drop))), batch()[0]
+    assert not save(model, tmp_path)
+    model = load(type(model), tmp_path)
+    quiet = model(idx)[0]
+    model.train()
+    assert not torch.allclose(model(idx)[0], model(idx)[0], atol=0.1)
+    assert torch.equal(model.eval()(idx)[0], quiet)
+
+
+def test_a_mask_that_says_so_may_change_during_training():
+    window = MASK, f"{MASK}        mask = mask & ({DISTANCE} < self.window)\n"
+    first = "        self.plain_mask = {}", "        self.window, self.plain_mask = 16, {}"
+    changing = "return self.plain_mask.get(self.training, False)", "return False"
+    model, (idx, _) = random_model(edited_module(window, first, changing)).train(), batch()
+    before = model(idx)[0]
+    for block in model.h:
+        block.attn.window = 3
+    after = model(idx)[0]
+    torch.testing.assert_close(after[:, :3], before[:, :3])
+    assert not torch.allclose(after[:, 3:], before[:, 3:], atol=0.1)
+
+
+# ---------------------------------------------------------------------------- sampling
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_text_is_the_same_cached_batched_past_the_window_and_explained(name):
+    model = hacked_model(name)
+    idx = torch.randint(97, (2, 16))
+    try_model.check_logits(model, idx)
+    try_model.check_generation(model)
+    logits, weights = logits_and_attention(model, idx[:1])
+    torch.testing.assert_close(logits, model(idx)[0][0], rtol=1e-4, atol=1e-4)
+    expected = attention_of(model, idx[0].tolist())
+    assert expected.shape == (2, 4, 16, 16) and (expected[0] - expected[1]).abs().max() > 0.01
+    torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_faster_layers_give_the_same_text(name, capsys, compile=False):
+    """Past the window too."""
+    model, idx = hacked_model(name, n_embd=256), torch.randint(97, (2, 8))
+    expected = generate(model, idx, 14, temperature=0)
+    assert torch.equal(generate(speed_up(model, compile), idx, 14, temperature=0), expected)
+    said = capsys.readouterr().err
+    assert "other logits" not in said and ("compiled in" in said) == compile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
+    compiler = torch.compile
+    monkeypatch.setattr("torch.compile", lambda f, **more: compiler(f, backend="eager", **more))
+    torch.compiler.reset()
+    test_faster_layers_give_the_same_text(name, capsys, compile=True)
+
+
+HIDDEN_LOGIT = (LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)")
+PREVIOUS = "        x = (x + F.pad(x, (0, 0, 1, -1))) / 2\n"
+FOURTH = "        x = (x + F.pad(x, (0, 0, 4, 0))[:, : x.size(1)]) / 2\n"
+
+
+@pytest.mark.parametrize("prompts", [[[5]], [[5, 6, 7, 8]], [[5], [6, 7, 8, 9, 10]]])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ((ATTENTION, PREVIOUS + ATTENTION),),
+        ((ATTENTION, FOURTH + ATTENTION),),
+        (("self.wte(idx) + ", "self.wte((idx + 3 * F.pad(idx, (1, -1))) % 97) + "), HIDDEN_LOGIT),
+    ],
+    ids=["the token before", "the fourth token before", "pairs of tokens"],
+)
+def test_what_looks_back_without_the_cache_is_said_when_text_is_drawn(changes, prompts, capsys):
+    model = random_model(edited_module(*changes))
+    idx, mask = padded(prompts)
+    generate(speed_up(model), idx, 4, temperature=0, padding_mask=mask)
+    said = capsys.readouterr().err
+    assert "cache" in said and said.count("\n") == 1
+
+
+TWICE = "return self(idx, **options)[0]", "return 2 * self(idx, **options)[0]"
+
+
+@pytest.mark.parametrize("change", [HIDDEN_LOGIT, TWICE])
+def test_changes_that_need_no_cache_are_not_said(change, capsys):
+    """A hidden logit, and another next step."""
+    model, texts = random_model(edited_module(change)), []
+    for each in (model, speed_up(model)):
+        options = {"temperature": 0.5, "generator": torch.Generator().manual_seed(1)}
+        texts.append(generate(each, torch.tensor([[5, 6]]), 8, **options))
+    assert torch.equal(*texts) and not capsys.readouterr().err
+
+
+BY_HAND = (
+    "        y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)\n",
+    "        mask, has_key = self.mask(T, S, past, padding_mask)\n"
+    "        scores = 2 * torch.tanh(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) / 2)\n"
+    "        y = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v\n",
+)
+NORMED = "return F.linear(F.normalize(x, dim=-1), F.normalize(self.lm_head.weight, dim=-1))"
+
+
+@pytest.mark.parametrize(
+    "change, dtype",
+    [((LOGITS, NORMED), torch.float32), (BY_HAND, torch.bfloat16)],
+    ids=["reads a weight that they lack", "cannot use keys in float32"],
+)
+def test_faster_layers_that_fail_are_left_out(change, dtype, capsys):
+    model = random_model(edited_module(change), n_embd=256).to(dtype)
+    idx = torch.tensor([[5, 6, 7]])
+    expected = generate(model, idx, 30, temperature=0)
+    assert torch.equal(generate(speed_up(model), idx, 30, temperature=0), expected)
+    assert "faster layers" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------- what is stored
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_is_stored_as_what_it_is(name, bias, tmp_path):
+    """And neither model.py loads what the other has made, unless both compute the same."""
+    import transformers
+
+    hack, theirs = HACKS[name], transformers.AutoModelForCausalLM
+    model, idx = hacked_model(name, bias=bias), torch.randint(97, (3, 16))
+    ours, unchanged = tmp_path / "ours", tmp_path / "unchanged"
+    reason = save(model, ours)
+    again = load(type(model), ours)
+    assert again.config == model.config
+    torch.testing.assert_close(again(idx)[0], model(idx)[0], rtol=0, atol=0)
+    weights, same = model.state_dict(), again.state_dict()
+    assert weights.keys() == same.keys() and all(torch.equal(weights[k], same[k]) for k in same)
+    save(unchanged_model(bias=bias), unchanged)
+    stored = json.loads((ours / "config.json").read_text())
+    if hack.gpt2:
+        assert stored["model_type"] == "gpt2" and not reason and stored["attn_pdrop"] == 0.0
+        expected = theirs.from_pretrained(ours).eval()(idx).logits
+        torch.testing.assert_close(model(idx)[0], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(load(GPT, ours)(idx)[0], model(idx)[0])
+        load(type(model), unchanged)
+        return
+    assert stored["model_type"] == "gptling" and stored["not_gpt2"] == reason
+    assert "GPT2LMHeadModel" not in stored["architectures"]
+    with pytest.raises(ValueError, match="gptling"):
+        theirs.from_pretrained(ours)
+    with pytest.raises(ValueError):
+        load(GPT, ours)
+    with pytest.raises(ValueError):
+        load(type(model), unchanged, **hack.sizes)
+
+
+def test_a_change_that_the_first_weights_hide_shows_at_a_later_save(tmp_path):
+    """Small logits are far from their cap."""
+    model = hacked_model("softcap", logit_cap=15.0)
+    for scale, kind in ((1e-3, "gpt2"), (1e3, "gptling")):
+        model.wte.weight.data.mul_(scale)
+        assert bool(save(model, tmp_path)) == (kind == "gptling")
+        assert json.loads((tmp_path / "config.json").read_text())["model_type"] == kind
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (HACKS["ALiBi"].changes, ((MASK, f"{MASK}        mask = mask & ({DISTANCE} < 5)\n"),)),
+        (((MASK, f"{MASK}        mask = mask & ({DISTANCE} < 200)\n"),), ()),
+        ((HIDDEN_LOGIT,), ()),
+        (HACKS["softcap"].changes, HACKS["gqa"].changes),  # each has a field that the other lacks
+    ],
+    ids=["the same tensors", "a window of 200 tokens", "a hidden logit", "another field"],
+)
+def test_models_with_the_same_names_of_tensors_are_told_apart(one, other, tmp_path):
+    save(random_model(edited_module(*one), block_size=512), tmp_path)
+    load(edited_module(*one).GPT, tmp_path)
+    with pytest.raises(ValueError):
+        load(edited_module(*other).GPT, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["smoothing", "erf form of GELU"])
+def test_weights_that_another_program_has_changed_are_no_other_model(name, tmp_path):
+    """Every other program writes them without our metadata."""
+    model = hacked_model(name)
+    save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = 2.5
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load(type(model), tmp_path).h[1].mlp.c_fc.weight[5, 3] == 2.5
+
+
+def test_shared_blocks_are_stored_once(tmp_path):
+    save(hacked_model("shared"), tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert {name.split(".")[2] for name in names if ".h." in name} == {"0"}
+
+
+def test_a_field_of_ones_own_wins_over_a_name_of_gpt2s(tmp_path):
+    field = "    bias: bool = True", "    attn_pdrop: float = 0.3\n    bias: bool = True"
+    model = random_model(edited_module(field), attn_pdrop=0.2)
+    save(model, tmp_path)
+    assert load(type(model), tmp_path).config.attn_pdrop == 0.2
+
+
+# ---------------------------------------------------------------------------- in a run
+
+
+@pytest.fixture
+def run(trained, tmp_path, train_here, monkeypatch):
+    """A function that runs train.py or sample.py in this process, of the code with an edit. Returns
+    its standard output, or with code=1 what it ends with."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+
+    def run(changes, script, *flags, code=0):
+        scripts = edited(*changes)
+        monkeypatch.setattr(scripts.train, "keep_freed_memory", lambda: None)
+        name = getattr(scripts, script).__name__
+        process = run_here(f"{name}.py", *flags, cwd=tmp_path)
+        error = process.stderr.decode()
+        assert process.returncode == code, error
+        if code:
+            assert error.count("\n") == 1
+            gc.unfreeze()
+            gc.collect()  # what the error keeps, such as the lock of the directory
+            return error
+        assert "other logits" not in error
+        return process.stdout.decode()
+
+    return run
+
+
+TRAIN = ["--dataset=mine", *TINY, "--max_iters=6", "--eval_interval=4", "--log_interval=1"]
+RESUME = ["--out_dir=out/mine", "--resume"]
+
+
+@pytest.mark.parametrize("name", [n for n in HACKS if "erf" not in n])  # too near after 6 steps
+def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
+    hack = HACKS[name]
+    flags = [*TRAIN, *(f"--{field}={value}" for field, value in hack.sizes.items())]
+    flags += ["--optimizer=lion"] * (name == "lion")
+    said = run(hack.changes, "train", *flags)
+    assert ("gptling" in said) != hack.gpt2  # why its checkpoints are not GPT-2s
+    assert ("h.0.gate, h.1.gate" in said) == (name == "gate")  # not drawn by init_weights
+    out = tmp_path / "out"
+    shutil.copytree(out / "mine" / "checkpoint-4", out / "again" / "checkpoint-4")
+    run(hack.changes, "train", "--out_dir=out/again", "--resume")
+    for file in ("config.json", "model.safetensors"):
+        paths = [out / name / "checkpoint-6" / file for name in ("mine", "again")]
+        assert paths[0].read_bytes() == paths[1].read_bytes(), file
+    stored = json.loads((out / "mine" / "checkpoint-6" / "config.json").read_text())
+    assert stored.items() >= hack.sizes.items()
+
+    sample = ["out/mine", "--prompt=12 gr", "--max_new_tokens=30"]
+    text = run(hack.changes, "sample", *sample)
+    assert text.startswith("12 gr") and len(text) > 30
+    if hack.gpt2:
+        assert run((), "sample", *sample) == text
+    else:
+        assert "out/mine" in run((), "sample", *sample, code=1)
+
+
+@pytest.mark.parametrize("name", ["second head", "moe"])
+def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, tmp_path):
+    """Not in the loss, which is compared with the validation loss."""
+
+    def train(*flags):
+        output = run(HACKS[name].changes, "train", *TRAIN, "--eval_interval=6", *flags)
+        log = (tmp_path / "out" / "mine" / "log.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in log], output
+
+    log, output = train()
+    (term,), steps = HACKS[name].terms, [entry for entry in log if "loss" in entry]
+    assert len(steps) == 6 and all(entry[term] > 0 for entry in steps)
+    assert f"{term} {steps[-1][term]:.3f}" in output
+    evaluation = next(entry for entry in log if "val_loss" in entry)
+    mean = sum(entry["loss"] for entry in steps) / 6
+    assert term not in evaluation and evaluation["train_loss"] == pytest.approx(mean)
+    halves, _ = train("--overwrite", "--gradient_accumulation_steps=2", "--batch_size=2")
+    halves = [entry for entry in halves if "loss" in entry]
+    assert halves[0]["loss"] == pytest.approx(steps[0]["loss"], abs=1e-5)
+    if name == "second head":  # a mean over tokens, which may be split
+        for one, other in zip(steps, halves, strict=True):
+            assert other[term] == pytest.approx(one[term], abs=2e-3)
+        assert steps[-1][term] < steps[0][term] - 0.05
+
+
+def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(run, tmp_path):
+    """A field of GPTConfig, at once a flag, is new to the run, then changed. The unchanged code
+    still loads the model."""
+    old, new = HACKS["z-loss"].changes[0]
+    weight = "    bias: bool = True", "    z_loss: float = 0.0\n    bias: bool = True"
+    changes = ((old, new.replace("0.01", "self.config.z_loss")), weight)
+    run((), "train", *TRAIN)
+    said = run(changes, "train", *RESUME, "--max_iters=8", "--z_loss=1e-3")
+    assert re.search(r"z_loss: .*0\.001", said)
+    said = run(changes, "train", *RESUME, "--max_iters=10", "--z_loss=0.1")
+    assert re.search(r"z_loss: .*0\.1", said) and "0.001" in said
+    assert "n_head" in run(changes, "train", *RESUME, "--max_iters=12", "--n_head=4", code=1)
+    checkpoint = tmp_path / "out" / "mine" / "checkpoint-10"
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["model_type"] == "gpt2" and config["z_loss"] == 0.1
+    load(GPT, checkpoint)
+
+
+def test_a_deliberate_change_resumes_from_weights_of_another_model(run):
+    run((), "train", *TRAIN)
+    error = run((RELU,), "train", *RESUME, "--max_iters=8", code=1)
+    assert "computes something else" in error and "--allow_changed_model" in error
+    run((RELU,), "train", *RESUME, "--max_iters=8", "--allow_changed_model")
+    run((RELU,), "sample", "out/mine", "--max_new_tokens=3")
+    assert "computes something else" in run((), "sample", "out/mine", code=1)
+
+
+def test_a_run_resumes_with_a_new_parameter(run, tmp_path):
+    """Which has no optimizer state yet. A new run begins with the weights of the old one."""
+    run((), "train", *TRAIN)
+    allowed = [GATE, "train", "--allow_changed_model"]
+    assert "it has no h.0.gate" in run(*allowed, *RESUME, "--max_iters=8")
+    run(*allowed, *TRAIN, "--init_from=out/mine/checkpoint-6", "--out_dir=out/new")
+    for checkpoint in ("mine/checkpoint-8", "new/checkpoint-6"):
+        tensors = load_file(tmp_path / "out" / checkpoint / "model.safetensors")
+        assert 0 < (tensors["transformer.h.0.gate"] - 1).abs() < 0.5
+    run(GATE, "train", *RESUME, "--max_iters=10")
+
+
+# ---------------------------------------------------------------------------- docs/experiments
+
+
+def header(patch):
+    """The patch's first lines: {"flags": ..., "prepare": ...}, and the text before these."""
+    text = patch.read_text(encoding="utf-8").partition("diff --git")[0]
+    lines = [line.removeprefix("# ") for line in text.splitlines()]
+    settings = dict(re.findall(r"^# (flags|prepare):(.*)$", text, re.MULTILINE))
+    return settings, " ".join(line for line in lines if not re.match("(flags|prepare):", line))
+
+
+def lines_of(patch, sign):
+    diff = patch.read_text(encoding="utf-8").partition("diff --git")[2]
+    return [line for line in diff.splitlines() if re.match(rf"\{sign}(?!\{sign}\{sign})", line)]
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_a_patch_is_one_idea_with_its_source_in_one_file(patch):
+    settings, idea = header(patch)
+    assert "flags" in settings and re.search(r"\d{4}.*https://arxiv.org/abs/\d+\.\d+\)", idea)
+    assert len(re.findall("^diff --git", patch.read_text(), re.MULTILINE)) == 1
+    assert len(lines_of(patch, "+")) <= 25
+    git = ["git", "apply", "--check", str(patch)]
+    checked = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_the_table_of_experiments_has_each_patch_with_its_lines():
+    page = (ROOT / "docs" / "experiments" / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.patch\) \| ([^|]*) \|", page, re.MULTILINE))
+    assert rows == {p.stem: f"+{len(lines_of(p, '+'))} -{len(lines_of(p, '-'))}" for p in PATCHES}
+    assert {*rows} == {*HACKS} & {*rows} | {"words"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gqa", "lion", "moe", "words"])
+def test_a_patched_copy_keeps_what_a_gpt_promises(name, tmp_path):
+    """In processes of its own: stopped by a signal, trained by two processes, compiled."""
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[test]'")
+    copied = ["model.py", "train.py", "sample.py", "prepare.py", "gptling", "config", "tests"]
+    copy_edited(tmp_path, copied, (name,))
+    settings, _ = header(ROOT / "docs" / "experiments" / f"{name}.patch")
+    flags = [*settings["flags"].split(), "--", *settings.get("prepare", "").split()]
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.try_model", "work", *flags],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    checkpoint = tmp_path / "work" / "out" / "text" / "checkpoint-16"
+    kind = "gpt2" if name in ("lion", "words") else "gptling"
+    assert f"the checkpoint says model_type {kind}" in process.stdout
+    if kind == "gpt2":
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        tokens = load_tokenizer(checkpoint).encode(TEXT[:100])[:32]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+        assert tokenizer(TEXT[:100])["input_ids"][:32] == tokens
+        with torch.no_grad():
+            ours, _ = load(GPT, checkpoint)(torch.tensor([tokens]))
+            expected = theirs(torch.tensor([tokens])).logits
+            torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
