@@ -10,7 +10,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gptling.cli import UserError
-from gptling.dataset import seed_generators
 
 ROWS_WITHOUT_GRADIENT = 2048  # rows of logits held at a time where no gradient is needed
 # Logits in float32 at a time: 16 MB stay in a CPU's cache; 512 MB elsewhere.
@@ -87,7 +86,7 @@ def use_loss_in_pieces(model: torch.nn.Module, compile: bool = False):
     idx = idx[None] % model.config.vocab_size
 
     def loss_and_norms():  # of the gradients
-        seed_generators(0)  # the same dropout
+        torch.manual_seed(0)  # the same dropout
         with kept_buffers(model):
             loss, _ = objective_and_parts(model(idx, idx))
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
