@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from gptling import checkpoints
 from gptling.checkpoints import Progress, RunDirectory, list_checkpoints
 from gptling.cli import UserError
-from gptling.dataset import Dataset, get_sequences, open_tokens, prefetch, validation_starts
+from gptling.dataset import Dataset, get_sequences, prefetch, validation_starts
 from gptling.gpt2_format import load
 from gptling.muon import Muon
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
@@ -912,7 +912,7 @@ def test_two_hundred_shards_open_unread_and_memory_stays_bounded(tmp_path):
         return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
     before = resident()
-    shards = [open_tokens(file) for file in sorted(tmp_path.glob("train-*.npy"))]
+    shards = [np.load(file, mmap_mode="r") for file in sorted(tmp_path.glob("train-*.npy"))]
     assert sum(map(len, shards)) == 2_000_000_000 and resident() < before + 5
     config = TrainConfig(block_size=1024, batch_size=8)
     get_sequences(shards, config, 0)
