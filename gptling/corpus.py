@@ -85,9 +85,9 @@ def read_documents(sources: Iterable[Source]) -> Iterator[tuple[int, Iterable[st
             number = 0
             try:
                 for text in _records(source):
-                    number += 1
                     if text:
                         yield len(text.encode()), [text]
+                    number += 1
             except (ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
                 reason = f'no "text" can be read: {type(error).__name__}: {error}'
                 raise UserError(f"{source}: line {number + 1}: {reason:.300}") from None

@@ -30,7 +30,7 @@ class Dataset:
         self.directory = directory = Path("data") / name
         if not (directory / "meta.json").is_file():
             found = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
-            others = "".join(f", or choose --dataset={other}" for other in found[:3])
+            others = f", or choose --dataset from {', '.join(found[:9])}" if found else ""
             remedy = f"python prepare.py YOUR.txt --name={name}{others}"
             raise UserError(f"{directory} has no prepared text: {remedy}")
         self.fingerprint = read_meta(directory)["sha256"]

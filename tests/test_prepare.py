@@ -124,6 +124,13 @@ def test_every_kind_of_source_gives_its_documents(here, kind):
     assert (meta["documents"], meta["characters"]) == (60, len("".join(expected)))
 
 
+@pytest.mark.parametrize("record", ["{", '{"id": 1}', '{"text": 5}', '{"text": "\\ud800"}', "[1]"])
+def test_a_record_without_text_is_named(here, record):
+    lines = [json.dumps({"text": "fine"}), "", record, json.dumps({"text": "never read"})]
+    (here / "a.jsonl").write_text("\n".join(lines))
+    one_line(run_here("prepare.py", "a.jsonl", cwd=here), "a.jsonl: line 3: ", '"text"')
+
+
 def test_files_of_a_folder_are_read_in_one_order(tmp_path, monkeypatch):
     for name in ("b/2.txt", "a.txt", "B.txt", "b/1.txt", "10.txt", "9.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
