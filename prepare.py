@@ -6,49 +6,39 @@
     python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT:train --tokenizer gpt2
 
 writes data/NAME/: train-00000.npy ..., val.npy (token ids), tokenizer.json and meta.json. Documents
-are separated by the end-of-text token. The directory appears whole or not at all; what was stopped
-goes on at the last finished shard with the same command, from data/.NAME.partial.
+are separated by the end-of-text token. The directory appears whole or not at all.
 """
 
-import contextlib
-import itertools
 import json
 import re
 import shlex
-import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import tiktoken
 import tyro
+from tqdm import tqdm
 
+from gptling import tokenizers
 from gptling.cli import UserError, load, run
-from gptling.corpus import check_sources, find_sources, read, source_id
-from gptling.files import is_plain_name, lock_directory, replace, writing
-from gptling.shards import (
-    CorpusPosition,
-    TokenShards,
-    encode_on_all_cores,
-    learn_tokenizer,
-    split_documents,
-)
-from gptling.tokenizers import check_vocab_size, load_tokenizer, tokenizer_to_json
+from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
+from gptling.files import is_plain_name, new_directory, replace
 
 
 @dataclass
 class PrepareConfig:
-    # files, folders, hf:NAME:CONFIG:SPLIT; shakespeare; or nothing
+    # files, folders, hf:NAME:CONFIG:SPLIT, shakespeare, or nothing
     sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    tokenizer: str = "auto"  # by the text; or char, byte, bpe, one of tiktoken's (gpt2), a run's
-    vocab_size: int = 0  # of a bpe, end-of-text among them; 0 for 4096, or as auto chooses
-    name: str = ""  # the directory under data/; otherwise called after the first source
-    overwrite: bool = False  # replace data/NAME if it is there
+    tokenizer: str = "auto"  # auto (by the text), char, byte, bpe, a tiktoken name (gpt2), a run
+    vocab_size: int = 0  # tokens of a bpe, with end-of-text; 0: 4096, or chosen by auto
+    name: str = ""  # directory under data/; by default named after the first source
+    overwrite: bool = False  # replace data/NAME if it exists
 
     def __post_init__(self):
         name = self.name or name_after(self.sources)
         if not is_plain_name(name):
             raise ValueError(f"--name {name!r}: give a plain name, for a directory in data/")
-        check_vocab_size(self.tokenizer, self.vocab_size)
+        tokenizers.check_vocab_size(self.tokenizer, self.vocab_size)
 
 
 def name_after(sources: tuple[str, ...]) -> str:
@@ -59,94 +49,64 @@ def name_after(sources: tuple[str, ...]) -> str:
     return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
 
-@contextlib.contextmanager
-def partial_directory(target: Path) -> Iterator[Path]:
-    """A locked directory beside `target`, in which it is made. It is kept where progress.json says
-    that something is finished in it."""
-    directory = target.with_name(f".{target.name}.partial")
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-    lock = lock_directory(directory)
-    try:
-        yield directory
-    finally:
-        lock.release()
-        if (directory / "data").exists() and (directory / "progress.json").exists():
-            print(f"{directory} is kept: the same command goes on from there")
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
+def load_tokenizer(name: str | Path) -> tiktoken.Encoding:
+    """The tokenizer of prepared data, a run, a checkpoint or a GPT-2 of the hub; or UserError."""
+    directory = Path(name).expanduser()
+    if not (directory / "tokenizer.json").exists():
+        from gptling.pretrained import find_checkpoint  # imports PyTorch, which takes seconds
+
+        directory = find_checkpoint(name)
+    return tokenizers.load_tokenizer(directory)
+
+
+def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encoding:
+    """The tokenizer called `kind`, made from training text alone. The exception is a tokenizer that
+    lacks bytes: it has all characters of the corpus. Raises UserError."""
+    if kind not in tokenizers.TOKENIZERS and Path(kind).expanduser().is_dir():
+        return load_tokenizer(kind)
+
+    def learn(kind, *splits):
+        texts = (text for split, text in corpus.texts() if split in splits)
+        return tokenizers.build_tokenizer(kind, texts, vocab_size, end_of_text=corpus.n_first > 1)
+
+    if kind != "char" and tokenizers.has_all_bytes(tokenizer := learn(kind, "train")):
+        return tokenizer
+    return learn("char" if kind == "auto" else kind, "train", "val")
 
 
 def prepare(config: PrepareConfig) -> Path:
     """Write data/NAME/ as `config` says and return it. Raises UserError."""
     target = Path("data") / (config.name or name_after(config.sources))
     if target.exists() and any(target.iterdir()) and not config.overwrite:
-        raise UserError(f"{target} is there: --overwrite=True replaces it, --name keeps both")
-    with partial_directory(target) as directory:
-        output, progress_file = directory / "data", directory / "progress.json"
-
-        # ------------------------------------------------ documents, and how far they were read
-        sources = find_sources(config.sources, downloads=directory)
-        check_sources(sources, target)
-        wanted = [config.tokenizer, config.vocab_size, *map(source_id, sources)]
-        progress = json.loads(progress_file.read_text()) if progress_file.exists() else {}
-        if progress.get("wanted") != wanted or not output.exists():
-            progress = {}
-            progress_file.unlink(missing_ok=True)
-            shutil.rmtree(output, ignore_errors=True)
-        position = CorpusPosition(**progress.get("place", {}))
-        first_sizes = [size for _, (size, _) in itertools.islice(read(sources), 10)]
-
-        # ------------------------------------------------ tokenizer
-        if progress:
-            print(f"going on behind {position.count['characters']:,} characters")
-            tokenizer = load_tokenizer(output)
-        else:
-            tokenizer = learn_tokenizer(config.tokenizer, config.vocab_size, sources, first_sizes)
-            with writing(output):
-                output.mkdir()
-                replace(output / "tokenizer.json", tokenizer_to_json(tokenizer).encode())
-
-        # ------------------------------------------------ encode and write
-        keyed = ((piece, piece[-1]) for piece in split_documents(sources, first_sizes, position))
-        with writing(output):
-            shards = TokenShards(output, tokenizer, **progress.get("shards", {}))
-            for (position, split, text), ids in encode_on_all_cores(tokenizer, keyed):
-                shards.write(split, ids if text else shards.separator)
-                if shards.is_full():
-                    state = {"place": asdict(position), "shards": shards.finish_shard()}
-                    replace(progress_file, json.dumps({"wanted": wanted} | state).encode())
-            fingerprint = shards.close()
-
-        # ------------------------------------------------ meta.json, and the name
-        count, train = position.count, [length for length, _ in shards.finished]
-        longest = min(max(train), shards.val.length) - 1  # sequence that both splits have
-        if longest < 1:
-            few = f"{count['characters']} characters are too few to train and validate on"
-            raise UserError(f"{target}: {few}: give more text")
+        raise UserError(f"{target} already exists: use --overwrite, or choose another --name")
+    if any(Path(source).resolve().is_relative_to(target.resolve()) for source in config.sources):
+        raise UserError(f"{target} holds the text, and would be replaced: choose another --name")
+    corpus = Corpus(config.sources)
+    tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
+    with new_directory(target) as directory:
+        encoded = encode_on_all_cores(tokenizer, corpus.texts())
+        progress = tqdm(encoded, unit=" texts", leave=False, disable=None)
+        n_tokens, fingerprint = write_token_files(directory, tokenizer, progress)
+        count, chosen = corpus.count, config.tokenizer == "auto"
+        if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
+            raise UserError(f"{target}: too little text to train and validate on: give more text")
         meta = {
             "format": 1,
-            "tokenizer": tokenizer.name if config.tokenizer == "auto" else config.tokenizer,
+            "tokenizer": tokenizer.name if chosen else config.tokenizer,
             "vocab_size": tokenizer.n_vocab,
             "documents": count["documents"],
             "characters": count["characters"],
-            "train": {"tokens": sum(train), "bytes": count["train"], "shards": len(train)},
-            "val": {"tokens": shards.val.length, "bytes": count["val"]},
-            "sha256": fingerprint,  # of the token files
+            "train": {"tokens": n_tokens["train"], "bytes": count["train"]},
+            "val": {"tokens": n_tokens["val"], "bytes": count["val"]},
+            "sha256": fingerprint,  # of the token ids
         }
-        with writing(target):
-            replace(output / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
-            if target.exists():
-                target.rename(directory / "replaced")
-            output.rename(target)
-
-    chosen = config.tokenizer == "auto" and not config.vocab_size
-    by_the_text = " (by the text; or give --tokenizer)" if chosen else ""
+        replace(directory / "tokenizer.json", tokenizers.tokenizer_to_json(tokenizer).encode())
+        replace(directory / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
     print(
         f"{target}: {count['documents']:,} document{'s' * (count['documents'] != 1)}, "
-        f"{count['characters']:,} characters; "
-        f"tokenizer {meta['tokenizer']} with {tokenizer.n_vocab:,} tokens{by_the_text}; "
-        f"{sum(train):,} tokens to train on, {shards.val.length:,} to validate"
+        f"{count['characters']:,} characters; tokenizer {meta['tokenizer']} with "
+        f"{tokenizer.n_vocab:,} tokens{' (by the text; override with --tokenizer)' * chosen}; "
+        f"{n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate"
     )
     return target
 

@@ -30,7 +30,7 @@ import torch
 from tyro.conf import Suppress
 
 from gptling.cli import Fraction, PositiveInt, UserError, check_numbers, load, optional_package, run
-from gptling.dataset import Dataset, micro_batches, seed_generators
+from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
 from gptling.loss import objective_and_parts, use_loss_in_pieces
@@ -169,7 +169,7 @@ def compiling_pays(model: GPT, config: TrainConfig) -> bool:
 
 def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
     """(model, the same over all processes, that compiled, autocast, matmuls' dtype, optimizers)"""
-    seed_generators(config.seed)
+    torch.manual_seed(config.seed)
     model = build_model(GPT, config, data, source)
     device = processes.device
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
@@ -267,7 +267,7 @@ def main():
         for micro_step in range(micro_steps):
             x, y = next(batches)
             # Dropout is a function of the micro-batch, wherever it is computed.
-            seed_generators(hash((config.seed, step, micro_step * world_size + rank)))
+            torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
             # DDP's switch: gradients travel once a step, with the last micro-batch.
             parallel.require_backward_grad_sync = micro_step == micro_steps - 1
             with autocast:

@@ -1,131 +1,39 @@
-"""Documents out of files, folders, data sets of the hub, a download, and Python itself."""
+"""Text to token files: documents of files, folders, the hub and Python itself, their split into
+training and validation text, and encoding on all cores."""
 
-import codecs
-import contextlib
 import gzip
 import hashlib
 import json
+import os
 import re
+import threading
 import urllib.request
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
 from pathlib import Path
-from typing import NamedTuple
+from pydoc_data.topics import topics
 
-from tqdm import tqdm
+import numpy as np
+import tiktoken
 
 from gptling.cli import UserError, optional_package
-from gptling.files import writing
+from gptling.files import sync, writing
+from gptling.tokenizers import END_OF_TEXT, encode, has_all_bytes
 
-RECORDS = (".jsonl", ".jsonl.gz", ".parquet")  # files with a document in each record
-UNREADABLE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError)
-BYTES_AT_ONCE = 1 << 20  # of a text, however long it is
-DOWNLOADS = {  # name: (address, sha256)
-    "shakespeare": (
-        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-    )
-}
-
-
-class Stream(NamedTuple):
-    """Texts that are no file here."""
-
-    name: str
-    texts: Iterable[str]
-
-    def __str__(self):
-        return self.name
-
-
-Source = Path | Stream
-# A text: its size in bytes of UTF-8, and its pieces, read once, which give the tokens of the whole.
-Document = tuple[int, Iterable[str]]
-
-
-def find_sources(names: Sequence[str], downloads: Path) -> list[Source]:
-    """What stands for `names` on the command line, in a fixed order; `downloads`: the directory to
-    download to. Raises UserError for a folder without text and for what cannot be fetched."""
-    if not names:
-        return [Stream("Python's language reference", embedded_corpus().values())]
-    found = []
-    for name in names:
-        path = Path(name)
-        if name.startswith("hf:"):
-            found += _hub_files(name)
-        elif name in DOWNLOADS and not path.exists():
-            found.append(_download(name, downloads))
-        else:
-            found += _files_below(path) if path.is_dir() else [path]
-    return found
-
-
-def check_sources(sources: Sequence[Source], target: Path):
-    """Raises UserError for a file in the directory that is to be replaced."""
-    for source in sources:
-        if isinstance(source, Path) and target.resolve() in source.resolve().parents:
-            raise UserError(f"{source} lies in {target}, which is replaced: give another --name")
-
-
-def source_id(source: Source) -> list:
-    """What tells that a source has changed. Raises OSError for a file that is missing."""
-    if isinstance(source, Stream):
-        return [source.name]
-    return [str(source), source.stat().st_size, source.stat().st_mtime_ns]
-
-
-def kind_of(file: Path) -> str:
-    """How a file is read: the ending of a file of records, "" for plain text."""
-    return next((ending for ending in RECORDS if file.name.lower().endswith(ending)), "")
-
-
-def _files_below(folder):
-    """The files with text in a folder, without hidden ones and what our scripts made here."""
-    results = [*Path("data").glob("*/meta.json"), *Path("out").glob("*/log.jsonl")]
-    made = {file.parent.resolve() for file in results}
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    files = [file for file in files if "/." not in f"/{file.relative_to(folder).as_posix()}"]
-    files = [file for file in files if made.isdisjoint(file.resolve().parents)]
-    with_text = [file for file in files if _looks_like_text(file)]
-    if not with_text:
-        raise UserError(f"{folder}: no text in this folder ({len(files)} files)")
-    if left_out := sorted(set(files) - set(with_text)):
-        print(f"{folder}: left out {len(left_out)} files without text, {left_out[0]} first")
-    return with_text
-
-
-def _looks_like_text(file):
-    if kind_of(file) in (".jsonl.gz", ".parquet"):
-        return True
-    try:
-        with file.open(encoding="utf-8-sig") as text:
-            start = text.read(8192)
-            return start != "" and "\0" not in start
-    except UnicodeDecodeError:
-        return False
-
-
-def _hub_files(name):
-    """The files of hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT; NAME may be a folder here."""
-    repo, config, split, *more = [*name.removeprefix("hf:").split(":"), "", ""]
-    if not repo or any(more):
-        raise UserError(f"{name}: give hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
-    datasets = optional_package("datasets", "datasets")
-    datasets.disable_progress_bars()
-    try:
-        rows = datasets.load_dataset(repo, config or None, split=split or "train", streaming=True)
-        rows = rows.select_columns("text")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name}: {error}") from None
-    n = rows.num_shards
-    return [Stream(f"{name}, file {i + 1} of {n}", rows.shard(n, i)["text"]) for i in range(n)]
+SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+CHUNK = 1 << 20  # characters of a text file that are read at once
+GROUP = 1 << 18  # characters that a thread encodes at a time, at least
+MAX_VALIDATION = 20_000_000  # bytes of validation text
+TOKENS_PER_SHARD = 100_000_000
+Source = Path | Iterable[str]  # a file, or texts
 
 
 def embedded_corpus() -> dict[str, str]:
     """Python's language reference, {topic: text}, 370 kB of English, without topics that mostly
     repeat longer ones: validation text must not be trained on."""
-    from pydoc_data.topics import topics
-
     seen, kept = set(), set()
     for topic in sorted(topics, key=lambda topic: -len(topics[topic])):
         lines = set(topics[topic].splitlines())
@@ -135,101 +43,188 @@ def embedded_corpus() -> dict[str, str]:
     return {topic: topics[topic] for topic in sorted(kept)}
 
 
-def _download(name, directory):
-    """Fetch a text of DOWNLOADS and check its sha256."""
-    address, expected = DOWNLOADS[name]
-    file = directory / f"{name}.txt"
-    try:
-        with urllib.request.urlopen(address, timeout=30) as response:
-            content = response.read()
-    except OSError as error:
-        words = f"save it as {file.name}, and give {file.name} instead of {name}"
-        raise UserError(f"{name}: cannot download {address} ({error}): {words}") from None
-    if hashlib.sha256(content).hexdigest() != expected:
-        raise UserError(f"{name}: what {address} gave has another sha256 than {expected}")
-    with writing(file):
-        file.write_bytes(content)
-    return file
+def find_sources(name: str) -> list[Source]:
+    """The files or texts that a name on the command line means. Raises UserError."""
+    path = Path(name)
+    if name.startswith("hf:"):
+        repo, config, split = [*name.split(":")[1:], "", ""][:3]
+        load_dataset = optional_package("datasets", "datasets").load_dataset
+        rows = load_dataset(repo, config or None, split=split or "train", streaming=True)
+        return [rows.select_columns("text")["text"]]
+    if name == "shakespeare" and not path.exists():
+        content = urllib.request.urlopen(SHAKESPEARE, timeout=30).read()
+        if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
+            raise UserError(f"{SHAKESPEARE}: the sha256 is not {SHAKESPEARE_SHA256}")
+        return [[content.decode()]]
+    if not path.is_dir():
+        return [path]
+    if not (files := [file for file in sorted(path.rglob("*")) if _is_text(file, path)]):
+        raise UserError(f"{path}: no text in this folder")
+    return files
 
 
-def read(
-    sources: Sequence[Source], label: str | None = None, first: int = 0
-) -> Iterator[tuple[int, Document]]:
-    """(index of its source, document) for each document from `sources[first]` on, in order, with a
-    progress bar of this label on a terminal. Raises what documents does."""
-    sizes = [source.stat().st_size if isinstance(source, Path) else 0 for source in sources]
-    bar = dict(desc=label, initial=sum(sizes[:first]), total=sum(sizes) or None, leave=False)
-    with tqdm(**bar, unit="B", unit_scale=True, disable=None) as progress:
-        for i, source in enumerate(sources[first:], start=first):
-            for document in documents(source, progress.update):
-                yield i, document
+def _is_text(file, folder):
+    """Whether a path in a folder is a file with text, and not hidden."""
+    if not file.is_file() or "/." in f"/{file.relative_to(folder).as_posix()}":
+        return False
+    if file.name.lower().endswith((".jsonl.gz", ".parquet")):
+        return True
+    with file.open("rb") as raw:
+        start = raw.read(8192)
+    text = start.decode("utf-8-sig", errors="ignore")  # its last character may be cut
+    return text != "" and "\0" not in text and len(start) - len(text.encode()) < 7
 
 
-def documents(source: Source, count_bytes: Callable = lambda n: None) -> Iterator[Document]:
-    """The documents of a source: the "text" of each line of a .jsonl or .jsonl.gz file, of each
-    row of a .parquet or hub file; any other file is one. Raises UserError, as the pieces do, for
-    what is not UTF-8 text, and where there is none. count_bytes is told how many are read."""
-    texts = _read(source, count_bytes)
-    if isinstance(source, Path) and not kind_of(source):  # nothing is read for its size
-        yield source.stat().st_size, (text for _, text in texts)
+def read_documents(sources: Iterable[Source]) -> Iterator[tuple[int, Iterable[str]]]:
+    """(size in bytes, text in pieces) of each document: each "text" of a file of records, or the
+    whole of another file, which is not read for its size. Raises UserError for what is no text."""
+    for source in sources:
+        if not isinstance(source, Path):
+            yield from ((len(text.encode()), [text]) for text in source if text)
+        elif source.name.lower().endswith((".jsonl", ".jsonl.gz", ".parquet")):
+            number = 0
+            try:
+                for text in _records(source):
+                    if text:
+                        yield len(text.encode()), [text]
+                    number += 1
+            except (ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
+                reason = f'no "text" can be read: {type(error).__name__}: {error}'
+                raise UserError(f"{source}: line {number + 1}: {reason:.300}") from None
+        elif size := source.stat().st_size:
+            yield size, _pieces(source)
+
+
+def _records(file):
+    if file.name.lower().endswith(".parquet"):
+        parquet = optional_package("pyarrow.parquet", "datasets")
+        with file.open("rb") as raw:
+            for batch in parquet.ParquetFile(raw).iter_batches(100, columns=["text"]):
+                yield from batch.column("text").to_pylist()
     else:
-        yield from ((size, (text,)) for size, text in texts)
+        open_text = gzip.open if file.name.lower().endswith(".gz") else open
+        with open_text(file, "rt", encoding="utf-8-sig", newline="\n") as lines:
+            yield from (json.loads(line)["text"] if line.strip() else None for line in lines)
 
 
-def _read(source, count_bytes):
-    number, done, empty = 1, 0, True
+def _pieces(file):
+    """The text of a file in pieces that give the tokens of the whole: a cut is before white space
+    after a letter, where no tokenizer's pattern has a token in common."""
+    text = ""
     try:
-        with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext() as raw:
-            for text in _texts(source, raw) if raw else source.texts:
-                size = len((text or "").encode())
-                position = raw.tell() if raw else done + size
-                count_bytes(position - done)
-                number, done = number + 1, position
-                if size:
-                    empty = False
-                    yield size, text
-    except (*UNREADABLE, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f'{source}: line {number}: no "text" can be read: {reason:.300}') from None
-    if empty:
-        raise UserError(f"{source}: no text in it")
+        with file.open(encoding="utf-8-sig", newline="") as f:
+            while chunk := f.read(CHUNK):
+                text += chunk
+                cut = re.match(r"(?s).*[^\W\d_](?=\s)|.*", text).end()
+                yield text[:cut]
+                text = text[cut:]
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{file}: {byte} is not UTF-8: save the file as UTF-8") from None
+    yield text
 
 
-def _texts(file, raw):
-    kind = kind_of(file)
-    if kind == ".parquet":
-        parquet = optional_package("pyarrow.parquet", "datasets").ParquetFile(raw)
-        for batch in parquet.iter_batches(100, columns=["text"]):
-            yield from batch.column("text").to_pylist()
-    elif kind:
-        for line in gzip.open(raw) if kind == ".jsonl.gz" else raw:
-            yield json.loads(line.decode("utf-8-sig"))["text"] if line.strip() else None
-    else:
-        yield from _pieces(file, raw)
+def validation_bytes(size: int, index: int, seen: int, held_out: int, n_first: int) -> int:
+    """How many bytes at the end of a document are for validation. With fewer than ten documents it
+    is the last tenth of each. Otherwise each document that fits whole into a tenth of the text so
+    far is, and the end of every tenth document if few did. index, seen, held_out: the documents
+    before it, their bytes, and how many of these are for validation; n_first: documents, to ten."""
+    if n_first < 10:
+        return min(size // 10, MAX_VALIDATION // n_first)
+    limit = min((seen + size) // 10, MAX_VALIDATION)
+    if held_out + size <= limit:
+        return size
+    return limit - held_out if index % 10 == 9 and held_out < limit // 4 else 0
 
 
-def _pieces(file, raw):
-    """The text of an open file in pieces that can be encoded apart."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    text, chunk = "", b"-"
-    while chunk:
-        offset = raw.tell() - len(decoder.getstate()[0])  # of what is decoded now
-        chunk = raw.read(BYTES_AT_ONCE)
-        try:
-            part = decoder.decode(chunk, final=not chunk)
-        except UnicodeDecodeError as error:
-            place = f"{offset + error.start} (0x{error.object[error.start]:02x})"
-            raise UserError(f"{file}: byte {place} is not UTF-8: save it as UTF-8") from None
-        text += part.removeprefix("\ufeff") if offset == 0 else part  # the byte-order mark
-        cut = safe_cut(text) if chunk else len(text)
-        yield text[:cut]
-        text = text[cut:]
+class Corpus:
+    """The documents of the named sources. count: documents, characters, and bytes of "train" and
+    "val", as far as they were read. Raises UserError if there is no text."""
+
+    def __init__(self, names: Iterable[str]):
+        sources = [source for name in names for source in find_sources(name)]
+        self.sources, self.count = sources or [embedded_corpus().values()], Counter()
+        self.n_first = sum(1 for _ in islice(read_documents(self.sources), 10))
+        if not self.n_first:
+            raise UserError(f"{' '.join(names)}: no text in it")
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """("train" or "val", text) in order; an empty text ends a split's part of a document."""
+        self.count = counts = Counter()
+        for index, (size, pieces) in enumerate(read_documents(self.sources)):
+            before, seen = counts.copy(), counts["train"] + counts["val"]
+            n_train = size - validation_bytes(size, index, seen, counts["val"], self.n_first)
+            for piece in pieces:
+                raw = piece.encode()
+                head = raw[: max(0, n_train)].decode(errors="ignore")  # whole characters
+                n_train -= len(raw)
+                for split, text in (("train", head), ("val", piece[len(head) :])):
+                    if text:
+                        counts["characters"] += len(text)
+                        counts[split] += len(text.encode())
+                        yield split, text
+            counts["documents"] += 1
+            yield from ((split, "") for split in ("train", "val") if counts[split] > before[split])
 
 
-def safe_cut(text: str) -> int:
-    """The last place where the parts of a text give the tokens of the whole: before white space
-    that follows a letter, where no tokenizer's pattern has a token in common. 0 if nowhere, but
-    the end of a text that is too long to wait for such a place."""
-    if letter_before_space := re.match(r"(?s).*[^\W\d_](?=\s)", text):
-        return letter_before_space.end()
-    return len(text) if len(text) > 16 * BYTES_AT_ONCE else 0
+def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]) -> Iterator[tuple]:
+    """(key, token ids) for each (key, text), in order, with a bounded amount of text in memory. By
+    threads, for tiktoken releases the interpreter's lock; in groups, for texts may be short."""
+    local, complete = threading.local(), has_all_bytes(tokenizer)
+
+    def start_thread():  # threads that share a tokenizer wait for each other
+        local.tokenizer = tiktoken.Encoding(
+            tokenizer.name,
+            pat_str=getattr(tokenizer, "engine_pattern", tokenizer._pat_str),
+            mergeable_ranks=tokenizer._mergeable_ranks,
+            special_tokens=tokenizer._special_tokens,
+        )
+
+    def encode_group(group):
+        if not complete:  # tiktoken itself does not check the characters
+            return [(key, encode(local.tokenizer, text)) for key, text in group]
+        to_ids = local.tokenizer.encode_to_numpy
+        return [(key, to_ids(text, disallowed_special=())) for key, text in group]
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    waiting, group, length = [], [], 0
+    with ThreadPoolExecutor(threads, initializer=start_thread) as pool:
+        for key, text in texts:
+            group.append((key, text))
+            length += len(text) + 64  # a short text takes memory too
+            if length >= GROUP:
+                waiting.append(pool.submit(encode_group, group))
+                group, length = [], 0
+                if len(waiting) > 4 * threads:
+                    yield from waiting.pop(0).result()
+        waiting.append(pool.submit(encode_group, group))
+        for future in waiting:
+            yield from future.result()
+
+
+def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: Iterable[tuple]):
+    """Write train-00000.npy, train-00001.npy, ... and val.npy, uint16 or uint32, from (split, ids)
+    as encode_on_all_cores gives them; no ids end a document. Returns how many tokens of each split
+    there are, and a fingerprint: the sha256 of the ids, document by document."""
+    dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32)
+    separator = [tokenizer.eot_token] if END_OF_TEXT in tokenizer.special_tokens_set else []
+    unsaved, n_tokens = {"train": bytearray(), "val": bytearray()}, Counter()
+    fingerprint, shards = hashlib.sha256(), (f"train-{n:05}.npy" for n in count())
+
+    def save(split, name):
+        with writing(directory / name):
+            np.save(directory / name, np.frombuffer(unsaved[split], dtype))
+            sync(directory / name)
+        unsaved[split] = bytearray()
+
+    for split, ids in encoded:
+        raw = np.array(ids if len(ids) else separator, dtype).tobytes()
+        unsaved[split] += raw
+        fingerprint.update(raw)
+        n_tokens[split] += len(raw) // dtype.itemsize
+        if len(unsaved["train"]) >= TOKENS_PER_SHARD * dtype.itemsize:
+            save("train", next(shards))
+    if unsaved["train"]:
+        save("train", next(shards))
+    save("val", "val.npy")
+    return n_tokens, fingerprint.hexdigest()

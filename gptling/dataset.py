@@ -1,17 +1,12 @@
 """data/NAME as training reads it, in sequences of block_size tokens. The batch of step s is a pure
 function of (seed, s): there is no loader whose state a checkpoint would have to keep."""
 
-import difflib
 import functools
 import itertools
 import math
-import random
-import re
-import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tokenize import TokenError  # numpy reads a header as Python
 from typing import Any
 
 import numpy as np
@@ -23,49 +18,27 @@ from gptling.tokenizers import bytes_per_token, load_tokenizer
 
 
 def read_meta(directory: str | Path) -> dict[str, Any]:
-    """The meta.json of a data directory. Raises UserError for one that prepare.py did not write."""
-    file = Path(directory) / "meta.json"
-    meta = read_json(file)
-    if meta.get("format") != 1 or not re.fullmatch("[0-9a-f]{64}", str(meta.get("sha256"))):
-        raise UserError(f"{file}: not of format 1 with a sha256; prepare it again")
-    return meta
-
-
-def open_tokens(file: Path) -> np.ndarray:
-    """The token ids of a .npy file, (n,) uint16 or uint32, mapped into memory. Raises UserError."""
-    try:
-        if not file.is_file():  # a pipe would be waited for
-            raise FileNotFoundError("no such file")
-        tokens = np.load(file, mmap_mode="r")
-        if tokens.ndim != 1 or tokens.dtype not in (np.dtype("<u2"), np.dtype("<u4")):
-            raise ValueError(f"{tokens.dtype} {tokens.shape}, not a row of uint16 or uint32")
-    except (OSError, ValueError, EOFError, SyntaxError, OverflowError, TokenError) as error:
-        raise UserError(f"{file}: cannot be read: {error}; prepare it again") from None
-    return tokens
+    """The meta.json of a data directory."""
+    return read_json(Path(directory) / "meta.json")
 
 
 class Dataset:
-    """data/NAME; validation takes all of val, or about eval_tokens of it, val_targets in the end,
-    which are val_bytes of text. Raises UserError for what is missing, damaged or too short."""
+    """data/NAME. Validation uses all of val, or about eval_tokens of it: val_targets tokens are
+    predicted, val_bytes bytes of text. Raises UserError if it is missing or too short."""
 
     def __init__(self, name: str, block_size: int, eval_tokens: int = 0):
         self.directory = directory = Path("data") / name
         if not (directory / "meta.json").is_file():
             found = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
-            near = difflib.get_close_matches(name, found) or found[:3]
-            there = "".join(f", or take --dataset={shlex.quote(other)}" for other in near)
-            if directory.exists():
-                what = "has no meta.json: prepare YOUR.txt with another --name"
-            else:
-                command = f"python prepare.py YOUR.txt --name={shlex.quote(name)}"
-                what = f"is not there: make it with {command}"
-            raise UserError(f"{directory} {what}{there}")
+            others = f", or choose --dataset from {', '.join(found[:9])}" if found else ""
+            remedy = f"python prepare.py YOUR.txt --name={name}{others}"
+            raise UserError(f"{directory} has no prepared text: {remedy}")
         self.fingerprint = read_meta(directory)["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        files = sorted(directory.glob("train-*.npy")) or [directory / "train-00000.npy"]
-        self.train = [open_tokens(file) for file in files]
-        self.val = open_tokens(directory / "val.npy")
+        shards = sorted(directory.glob("train-*.npy"))
+        self.train = [np.load(shard, mmap_mode="r") for shard in shards]
+        self.val = np.load(directory / "val.npy", mmap_mode="r")
         self.block_size, self.n_tokens = block_size, sum(map(len, self.train))
         splits = {"train": max(map(len, self.train)), "val": len(self.val)}
         self.longest = min(splits.values()) - 1  # the longest sequence that both splits have
@@ -73,33 +46,19 @@ class Dataset:
             if n <= block_size:
                 few = f"the {split} split has {n} tokens, but block_size + 1 is {block_size + 1}"
                 raise UserError(f"{directory}: {few}: prepare more text, or lower --block_size")
-
         self.val_starts = validation_starts(len(self.val), block_size, eval_tokens)
-        lengths = bytes_per_token(self.tokenizer)
-        self.val_targets = self.val_bytes = 0  # how many tokens are predicted, and their text
-        at_once = max(1, (1 << 20) // block_size)  # saves memory
-        for i in range(0, len(self.val_starts), at_once):
-            starts = self.val_starts[i : i + at_once]
-            places = (starts[:, None] + np.arange(1, block_size + 1)).ravel()
-            ids = self.val[places[places < len(self.val)]]
-            self.check_ids(ids)
-            self.val_targets += len(ids)
-            self.val_bytes += int(lengths[ids].sum())
-
-    def check_ids(self, ids: np.ndarray | torch.Tensor):
-        """Raises UserError for a token id that the vocabulary does not have."""
-        if ids.max() >= self.tokenizer.n_vocab:
-            other = f"token id {ids.max()} is beyond its tokenizer.json, that of other data"
-            raise UserError(f"{self.directory}: {other}; prepare it again")
+        targets = [self.val[start + 1 : start + 1 + block_size] for start in self.val_starts]
+        self.val_targets = sum(map(len, targets))
+        self.val_bytes = int(bytes_per_token(self.tokenizer)[np.concatenate(targets)].sum())
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
-        """Raises UserError where a checkpoint, whose model has vocab_size tokens, has others."""
+        """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""
         ours, theirs = self.tokenizer, load_tokenizer(checkpoint)
         same = ours._mergeable_ranks == theirs._mergeable_ranks
         special = ours._special_tokens.items() <= theirs._special_tokens.items()
         if not (same and special and ours.n_vocab <= vocab_size):
-            way_out = f"prepare that text with --tokenizer={shlex.quote(str(checkpoint))}"
-            raise UserError(f"{checkpoint} has another tokenizer than {self.directory}: {way_out}")
+            remedy = f"prepare that text with --tokenizer={checkpoint}"
+            raise UserError(f"{checkpoint} has another tokenizer than {self.directory}: {remedy}")
 
     def batches(self, config, steps: range, processes) -> Iterator:
         """(inputs, targets) on this process's device, for every micro-batch of these steps."""
@@ -108,7 +67,6 @@ class Dataset:
         def load(step, micro_step):
             ranks = processes.rank, processes.world_size
             sequences = get_sequences(self.train, config, step, micro_step, *ranks)
-            self.check_ids(sequences)
             # Sent whole: of a view, pinned memory would need a copy that is made first.
             sequences = processes.to_device(sequences)
             return sequences[:, :-1], sequences[:, 1:]  # the target of a token is the next one
@@ -116,8 +74,8 @@ class Dataset:
         return prefetch(load, itertools.product(steps, range(micro_steps)))
 
     def validation_batches(self, batch_size: int, processes) -> Iterator:
-        """(inputs, targets) of the sequences that validate, this process's share of them; the last
-        ones are filled up with targets of -100. All get equally many, as sharding needs."""
+        """(inputs, targets) of this process's share of the validation sequences. The last ones are
+        filled up with targets of -100: all processes get equally many, as sharding needs."""
         T, n, world_size = self.block_size, len(self.val_starts), processes.world_size
         # All batches have one shape, so that a compiled model is compiled once.
         size = min(batch_size, math.ceil(n / world_size))
@@ -132,8 +90,8 @@ class Dataset:
 
 
 def validation_starts(n_tokens: int, T: int, eval_tokens: int = 0) -> np.ndarray:
-    """The first token of each sequence of T tokens that validates, (n,) int64: all that the split
-    has, or enough for eval_tokens, spread evenly, so that no part of a text is left out."""
+    """Where each validation sequence of T tokens begins, (n,) int64: all that the split has, or
+    enough for eval_tokens, spread evenly, so that no part of a text is left out."""
     n_sequences = math.ceil((n_tokens - 1) / T)  # the last may be shorter
     n = min(n_sequences, math.ceil(eval_tokens / T)) if eval_tokens else n_sequences
     return np.arange(n, dtype=np.int64) * n_sequences // n * T
@@ -148,13 +106,6 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
         raise UserError(f"{sequences} is not divisible by {world_size} processes")
     size = next(n for n in range(min(share, config.batch_size), 0, -1) if share % n == 0)
     return size, share // size
-
-
-def seed_generators(seed: int):
-    """All that a model may draw from in a step: those of PyTorch, of Python and of NumPy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 @functools.lru_cache(maxsize=2)
@@ -180,19 +131,17 @@ def get_sequences(
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     in_shard = np.array([sequences_in(len(shard), T) for shard in shards])
-    up_to_shard = in_shard.cumsum()  # sequences in the shards up to each, itself among them
-    n_sequences = int(up_to_shard[-1])
+    ends = in_shard.cumsum()  # sequences up to the end of each shard
     first = ((step * micro_steps + micro_step) * world_size + rank) * B  # since the run began
     sequences = np.empty((B, T + 1), dtype=np.int64)
     for row in range(B):
-        epoch, i = divmod(first + row, n_sequences)
-        number = sequence_order(n_sequences, config.seed, epoch)[i]
-        n = int(np.searchsorted(up_to_shard, number, side="right"))  # its shard
-        shard, number_in_shard = shards[n], number - (up_to_shard[n] - in_shard[n])
-        places = min(T, len(shard) - in_shard[n] * T)  # where the first sequence may begin
+        epoch, i = divmod(first + row, int(ends[-1]))
+        number = sequence_order(int(ends[-1]), config.seed, epoch)[i]
+        n = int(np.searchsorted(ends, number, side="right"))  # its shard
+        places = min(T, len(shards[n]) - in_shard[n] * T)  # where the first sequence may begin
         offset = np.random.default_rng((config.seed, epoch, n)).integers(places)
-        start = offset + number_in_shard * T
-        sequences[row] = shard[start : start + T + 1]
+        start = offset + (number - (ends[n] - in_shard[n])) * T
+        sequences[row] = shards[n][start : start + T + 1]
     return torch.from_numpy(sequences)
 
 

@@ -79,3 +79,24 @@ def lock_directory(directory: Path) -> filelock.FileLock:
     except filelock.Timeout:
         raise UserError(f"{directory}: another process is writing there; wait for it") from None
     return lock
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A locked directory to write into. If nothing goes wrong it becomes `target`, and replaces
+    what is there; otherwise nothing is left of it."""
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = lock_directory(partial)
+    new, old = partial / "new", partial / "old"
+    try:
+        for directory in (new, old):  # of a process that was killed
+            shutil.rmtree(directory, ignore_errors=True)
+        new.mkdir()
+        yield new
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+    finally:
+        lock.release()
+        shutil.rmtree(partial, ignore_errors=True)

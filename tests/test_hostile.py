@@ -9,7 +9,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,15 +22,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gptling.cli import UserError, load, read_preset
-from gptling.dataset import open_tokens, read_meta
+from gptling.dataset import read_meta
 from gptling.gpt2_format import save
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.tokenizers import build_tokenizer, encode, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig, next_token_probs
-from prepare import PrepareConfig, prepare
+from prepare import PrepareConfig
 from sample import SampleConfig
 from tests.benchmarks.report import peak_megabytes
-from tests.conftest import ROOT, run_here, run_script
+from tests.conftest import ROOT, run_here
 from train import TrainConfig
 
 # The same examples in every run; where one takes long, most of them in a slow test of its own.
@@ -42,59 +41,6 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # no surrogates: U
 
 
 # ---------------------------------------------------------------- properties
-
-
-def prepared(raw, tokenizer):
-    """What prepare.py makes of a file with these bytes: all token ids, and their tokenizer."""
-    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        Path("a.txt").write_bytes(raw)
-        data = prepare(PrepareConfig(("a.txt",), tokenizer))
-        files = [*sorted(data.glob("train-*")), data / "val.npy"]
-        parts = [np.array(open_tokens(file)) for file in files]
-        meta = read_meta(data)
-        assert [meta[split]["tokens"] for split in ("train", "val")] == [*map(len, parts)]
-        return np.concatenate(parts).tolist(), load_tokenizer(data)
-
-
-def long_enough(raw):
-    """With so much behind it that two tokens validate; less is refused."""
-    return raw + b"~" * max(20, len(raw))
-
-
-def comes_back(text, tokenizer):
-    text = long_enough(text.encode()).decode()
-    expected = text.removeprefix("\ufeff")
-    ids, encoding = prepared(text.encode(), tokenizer)
-    assert encoding.decode(ids) == expected
-    assert encode(encoding, expected).tolist() == ids
-
-
-any_text = given(ANY_TEXT, st.sampled_from(["char", "byte"]))
-odd_text = example("\ufeffa\r\n\u2028\x85🙂e\u0301<|endoftext|>", "char")
-test_any_text_comes_back = few(odd_text(any_text(comes_back)))
-test_more_texts_come_back = pytest.mark.slow(many(any_text(comes_back)))
-
-
-def come_back_or_are_refused(raw):
-    raw = long_enough(raw)
-    try:
-        text = raw.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        with pytest.raises(UserError, match=f"byte {error.start} "):
-            prepared(raw, "byte")
-        return
-    ids, encoding = prepared(raw, "byte")
-    assert bytes(ids) == text.encode() and encoding.decode(ids) == text
-
-
-any_bytes = given(
-    st.binary(min_size=1)
-    | st.tuples(ANY_TEXT, st.binary(max_size=4)).map(lambda t: t[0].encode() + t[1])
-)
-test_any_bytes_come_back_or_are_refused = few(any_bytes(come_back_or_are_refused))
-test_more_bytes_come_back_or_are_refused = pytest.mark.slow(
-    many(any_bytes(come_back_or_are_refused))
-)
 
 
 KINDS = [PrepareConfig, SampleConfig, TrainConfig]
@@ -299,7 +245,6 @@ def mutated(rng, name, raw):
 def use(directory):
     """Open everything in a directory, as the scripts do, and use it."""
     read_meta(directory)
-    int(open_tokens(directory / "val.npy").sum())
     encoding = load_tokenizer(directory)
     model = load_model(GPT, directory)
     for text in ("", "aaaaaaaab <|endoftext|>\n\n", "é🙂 it's 123   x"):
@@ -314,7 +259,7 @@ def fuzz(directory, n):
     small_checkpoint(directory)
     use(directory)
     rng, counts, slowest = random.Random(0), {"used": 0, "refused": 0}, 0
-    names = ["config.json", "tokenizer.json", "model.safetensors", "val.npy", "meta.json"]
+    names = ["config.json", "tokenizer.json", "model.safetensors"]
     originals = {name: (directory / name).read_bytes() for name in names}
     for i in range(n):
         name = names[i % len(names)] if i % 3 else names[i % 3]
@@ -380,64 +325,15 @@ def test_patterns_that_cannot_be_made_safe_are_refused(tmp_path, pattern, named)
         encode(load_tokenizer(tmp_path), "a" * 5000 + "b")
 
 
-def save_npy(array):
-    return lambda file: np.save(file, array, allow_pickle=True)
-
-
 class Evil:
     def __reduce__(self):
         return os.mkdir, ("ran",)
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        save_npy(np.array([Evil()], dtype=object)),
-        save_npy(np.zeros((4, 4), np.uint16)),
-        save_npy(np.zeros(4, np.int64)),
-        save_npy(np.zeros(4, ">u2")),
-        save_npy(np.zeros(4, np.float32)),
-        lambda file: file.write_bytes(b"\x93NUMPY"),
-        lambda file: file.mkdir(),
-        lambda file: None,
-    ],
-    ids="pickle matrix signed big-endian float cut directory missing".split(),
-)
-def test_other_token_files_are_refused(tmp_path, monkeypatch, write):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "val.npy")
-    with pytest.raises(UserError, match=r"val\.npy"):
-        open_tokens(tmp_path / "val.npy")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_token_file_that_was_cut_is_refused(tmp_path):
-    np.save(tmp_path / "val.npy", np.arange(1000, dtype=np.uint32))
-    raw = (tmp_path / "val.npy").read_bytes()
-    assert open_tokens(tmp_path / "val.npy").tolist() == list(range(1000))
-    longer = raw.replace(b"(1000,), }" + b" " * 14, b"(%d,), }" % 10**17)
-    assert len(longer) == len(raw) and longer != raw
-    for other in (raw[:-1], raw[:200], longer):
-        (tmp_path / "val.npy").write_bytes(other)
-        with pytest.raises(UserError, match=r"val\.npy"):
-            open_tokens(tmp_path / "val.npy")
-
-
-@pytest.mark.parametrize(
-    "change", [{"format": 2}, {"format": None}, {"sha256": "xyz"}, {"sha256": 3}]
-)
-def test_another_meta_json_is_refused(tmp_path, change):
-    small_checkpoint(tmp_path)
-    assert read_meta(tmp_path)["format"] == 1
-    (tmp_path / "meta.json").write_text(json.dumps(read_meta(tmp_path) | change))
-    with pytest.raises(UserError, match=r"meta\.json"):
-        read_meta(tmp_path)
-
-
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
     if not hasattr(os, "mkfifo"):
         pytest.skip("Windows has no named pipes")
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "val.npy", "meta.json"):
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
         small_checkpoint(tmp_path)
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
@@ -518,36 +414,6 @@ def test_absurd_numbers_of_tokens_are_right(trained):
         process = run_here(*common, *arguments, cwd=trained)
         assert process.returncode == 0 and process.stdout.startswith(b"12 green")
         assert process.stdout == run_here(*common, *plain, cwd=trained).stdout
-
-
-# ---------------------------------------------------------------- other processes
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without a signal")
-def test_sigterm_leaves_nothing_of_a_preparation(tmp_path):
-    (tmp_path / "large.txt").write_text("some words in a line\n" * 3_000_000)
-    command = [sys.executable, ROOT / "prepare.py", "large.txt", "--tokenizer=char"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
-    while not (tmp_path / "data" / ".large.partial" / "data").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=30)
-    assert process.returncode == 143 and error == b""
-    assert not list((tmp_path / "data").iterdir())
-
-
-def test_a_folder_is_read_without_what_was_made_of_it(tmp_path):
-    (tmp_path / "a.txt").write_text("some text " * 100)
-    (tmp_path / "data" / "raw").mkdir(parents=True)
-    (tmp_path / "data" / "raw" / "b.txt").write_text("other text " * 100)
-    lines = []
-    for name in ("first", "second"):
-        process = run_script("prepare.py", ".", f"--name={name}", cwd=tmp_path)
-        lines.append(process.stdout.decode().replace(name, ""))
-        (tmp_path / "out" / "run").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "out" / "run" / "log.jsonl").write_text('{"text": "a log"}')
-    assert lines[0] == lines[1] and re.search(r"2 documents, 2,100 characters", lines[0])
 
 
 if __name__ == "__main__":

@@ -1,197 +1,339 @@
 """prepare.py: from texts to data/NAME."""
 
+import contextlib
 import gzip
 import hashlib
 import json
 import os
 import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from gptling import corpus, shards
+from gptling import corpus, files
 from gptling.cli import UserError
-from gptling.corpus import documents, embedded_corpus, find_sources
-from gptling.shards import (
-    VALIDATION,
-    TokenFile,
-    TokenShards,
+from gptling.corpus import (
+    MAX_VALIDATION,
+    embedded_corpus,
     encode_on_all_cores,
-    training_part,
-    validation_size,
+    find_sources,
+    read_documents,
+    validation_bytes,
+    write_token_files,
 )
-from gptling.tokenizers import END_OF_TEXT, build_tokenizer, load_tokenizer
+from gptling.files import lock_directory
+from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, prepare
-from tests.conftest import output_of, run_here
+from prepare import load_tokenizer as load_tokenizer_by_name
+from tests.conftest import ROOT, TEXT, output_of, run_here
+
+DOCUMENTS = [f"document {i}, été 你好 🙂\r\n" * (1 + i % 7) for i in range(60)]
 
 
-def split_text(directory, split):
-    files = sorted(directory.glob(f"{split}*.npy"))
-    ids = np.concatenate([np.load(file) for file in files]).tolist()
-    return load_tokenizer(directory).decode(ids)
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working directory, small pieces, and two shards for every 2,000 tokens."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "CHUNK", 500)
+    monkeypatch.setattr(corpus, "GROUP", 700)
+    monkeypatch.setattr(corpus, "TOKENS_PER_SHARD", 1000)
+    return tmp_path
 
 
-def meta_of(directory):
-    return json.loads((directory / "meta.json").read_text())
+def ids_of(data, split=""):
+    return np.concatenate([np.load(file) for file in sorted(data.glob(f"{split}*.npy"))])
 
 
-def run_prepare(*arguments, cwd):
-    process = run_here("prepare.py", *arguments, cwd=cwd)
-    assert process.returncode == 0, process.stderr.decode()
-    return process.stdout.decode()
+def text_of(data, split=""):
+    return load_tokenizer(data).decode(ids_of(data, split).tolist())
 
 
-# ---------------------------------------------------------------- what is written
+def meta_of(data):
+    return json.loads((data / "meta.json").read_text())
 
 
-def test_embedded_corpus_needs_nothing(tmp_path):
-    run_prepare(cwd=tmp_path)
-    data = tmp_path / "data" / "quickstart"
-    texts = embedded_corpus()
-    text = split_text(data, "train") + split_text(data, "val")
-    assert sorted(text.split(END_OF_TEXT)) == sorted([*texts.values(), ""])
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["quickstart"]
-    assert meta_of(data)["documents"] == len(texts)
+def one_line(process, *words):
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+
+
+# ---------------------------------------------------------------- documents
+
+
+def write_source(directory, kind):
+    """DOCUMENTS as files of one kind; returns what names them on the command line."""
+    lines = [json.dumps({"text": text, "id": 1}) + "\n" for text in DOCUMENTS]
+    if kind == "folder":
+        for i, text in enumerate(DOCUMENTS):
+            file = directory / "notes" / f"{'deep/' * (i % 2)}{i}.md"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8", newline="")
+        for name in (".hidden", ".git/config"):
+            (directory / "notes" / name).parent.mkdir(exist_ok=True)
+            (directory / "notes" / name).write_text("hidden")
+        (directory / "notes/picture.png").write_bytes(b"PNG\0\0")
+        (directory / "notes/latin.txt").write_bytes(b"caf\xe9" * 9)
+        (directory / "notes/empty.txt").write_bytes(b"\xef\xbb\xbf")
+        return ("notes",)
+    if kind == "jsonl":
+        text = "\ufeff" + "\n".join(lines) + json.dumps({"text": ""}) + "\n"
+        (directory / "Chat.JSONL").write_text(text, encoding="utf-8")
+        return ("Chat.JSONL",)
+    if kind == "several":
+        (directory / "a.jsonl.gz").write_bytes(gzip.compress("".join(lines[:30]).encode()))
+        (directory / "b.jsonl").write_text("".join(lines[30:]))
+        return ("a.jsonl.gz", "b.jsonl")
+    pytest.importorskip("datasets", reason="Parquet files: pip install datasets")
+    import pyarrow
+    from pyarrow import parquet
+
+    (directory / "rows").mkdir()
+    for i, texts in enumerate((DOCUMENTS[:25], [*DOCUMENTS[25:], "", None])):
+        parquet.write_table(pyarrow.table({"text": texts}), directory / f"rows/train-{i}.parquet")
+    return (f"hf:{directory / 'rows'}::train" if kind == "hub" else "rows",)
+
+
+@pytest.mark.parametrize("kind", ["folder", "jsonl", "several", "parquet", "hub"])
+def test_every_kind_of_source_gives_its_documents(here, kind):
+    """Those of a folder in the order of their names, whatever the file system says."""
+    data = prepare(PrepareConfig(write_source(here, kind), "byte"))
+    expected = DOCUMENTS
+    if kind == "folder":
+        expected = [f.read_bytes().decode() for f in sorted((here / "notes").rglob("*.md"))]
+    names = dict(folder="notes", jsonl="Chat", several="a", parquet="rows", hub="rows")
+    assert data == Path("data") / names[kind]
+    train, val = (text_of(data, split).split(END_OF_TEXT) for split in ("train", "val"))
+    assert train.pop() == val.pop() == ""  # each document ends
+    assert sorted(train + val) == sorted(expected)
+    assert [text for text in expected if text in train] == train
+    n_train, n_val = (len("".join(texts).encode()) for texts in (train, val))
+    assert 0.09 < n_val / (n_train + n_val) <= 0.1
+    meta = meta_of(data)
+    assert (meta["train"]["bytes"], meta["val"]["bytes"]) == (n_train, n_val)
+    assert (meta["documents"], meta["characters"]) == (60, len("".join(expected)))
+
+
+@pytest.mark.parametrize("record", ["{", '{"id": 1}', '{"text": 5}', '{"text": "\\ud800"}', "[1]"])
+def test_a_record_without_text_is_named(here, record):
+    lines = [json.dumps({"text": "fine"}), "", record, json.dumps({"text": "never read"})]
+    (here / "a.jsonl").write_text("\n".join(lines))
+    one_line(run_here("prepare.py", "a.jsonl", cwd=here), "a.jsonl: line 3: ", '"text"')
+
+
+def test_files_of_a_folder_are_read_in_one_order(tmp_path, monkeypatch):
+    for name in ("b/2.txt", "a.txt", "B.txt", "b/1.txt", "10.txt", "9.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a text")
+    listed = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(type(tmp_path), "rglob", lambda *_: reversed(listed))
+    assert find_sources(str(tmp_path)) == [file for file in listed if file.suffix]
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_a_text_is_recognised_wherever_a_character_is_cut(tmp_path, shift):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"x" * shift + "🙂".encode() * 4000)
+    assert find_sources(str(tmp_path)) == [tmp_path / "a.txt"]
+
+
+def test_the_embedded_corpus_needs_nothing(tmp_path):
+    """And little of its validation text is in its training text."""
+    output_of("prepare.py", cwd=tmp_path)
+    data, texts = tmp_path / "data/quickstart", embedded_corpus().values()
+    text = text_of(data, "train") + text_of(data, "val")
+    assert sorted(text.split(END_OF_TEXT)) == sorted([*texts, ""])
     assert (meta_of(data)["tokenizer"], meta_of(data)["vocab_size"]) == ("bpe", 512)
-    assert meta_of(data)["characters"] == sum(map(len, texts.values()))
+    assert 0.07 < meta_of(data)["val"]["bytes"] / len("".join(texts).encode()) <= 0.1
+    train = set(text_of(data, "train").split("\n"))
+    val = [line for line in text_of(data, "val").split("\n") if len(line) > 40]
+    assert len(val) > 100 and sum(line in train for line in val) < 0.1 * len(val)
 
 
-def test_a_tokenizer_knows_nothing_of_the_text_that_validates(tmp_path):
-    """But for the characters: without them it could not be encoded."""
-    rng = random.Random(0)
-    train = " ".join("".join(rng.choices("abcdefghijklmnop", k=6)) for _ in range(4400))
-    val = " quixotic Ωmega" * 200  # its pairs are twice as frequent
-    (tmp_path / "a.txt").write_text(train + val, encoding="utf-8")
-    run_prepare("a.txt", "--tokenizer=bpe", "--vocab_size=300", cwd=tmp_path)
-    tokenizer = load_tokenizer(tmp_path / "data" / "a")
-    assert len(tokenizer.encode(train)) < 0.9 * len(train)
-    assert len(tokenizer.encode(" quixotic")) > 6
-    run_prepare("a.txt", "--tokenizer=char", "--name=b", cwd=tmp_path)
-    data = tmp_path / "data" / "b"
-    assert "Ω" in split_text(data, "val") and "Ω" not in split_text(data, "train")
+def test_a_download_is_checked_by_its_sha256(here, monkeypatch):
+    (here / "original").write_text("all the world's a stage\n" * 10)
+    monkeypatch.setattr(corpus, "SHAKESPEARE", (here / "original").as_uri())
+    with pytest.raises(UserError, match="sha256"):
+        prepare(PrepareConfig(("shakespeare",)))
+    assert not (here / "data/shakespeare").exists()
+    sha256 = hashlib.sha256((here / "original").read_bytes()).hexdigest()
+    monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", sha256)
+    assert text_of(prepare(PrepareConfig(("shakespeare",))), "train").startswith("all the world")
 
 
-def test_embedded_validation_text_is_not_in_the_training_text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = prepare(PrepareConfig())
-    train = set(split_text(data, "train").split("\n"))
-    val = [line for line in split_text(data, "val").split("\n") if len(line) > 40]
-    assert len(val) > 100
-    assert sum(line in train for line in val) < 0.1 * len(val)
+# ---------------------------------------------------------------- text that comes back
+
+# The same examples in every run.
+few = settings(derandomize=True, deadline=None, database=None, max_examples=40)
+many = settings(few, max_examples=200)
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # no surrogates: UTF-8 has none
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "byte"])
-def test_text_survives_whatever_the_locale(tmp_path, tokenizer):
+def prepared(raw, tokenizer):
+    """All token ids of a file with these bytes, long enough to validate, and their tokenizer."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        Path("a.txt").write_bytes(raw + b"~" * max(20, len(raw)))
+        data = prepare(PrepareConfig(("a.txt",), tokenizer))
+        tokens = [meta_of(data)[split]["tokens"] for split in ("train", "val")]
+        assert tokens == [len(ids_of(data, split)) for split in ("train", "val")]
+        return ids_of(data).tolist(), load_tokenizer(data)
+
+
+def comes_back(text, tokenizer):
+    ids, encoding = prepared(text.encode(), tokenizer)
+    expected = text.removeprefix("\ufeff") + "~" * max(20, len(text.encode()))
+    assert encoding.decode(ids) == expected
+    assert encode(encoding, expected).tolist() == ids
+
+
+any_text = given(ANY_TEXT, st.sampled_from(["char", "byte"]))
+odd_text = example("\ufeffa\r\n\u2028\x85🙂e\u0301<|endoftext|>", "char")
+test_any_text_comes_back = few(odd_text(any_text(comes_back)))
+test_more_texts_come_back = pytest.mark.slow(many(any_text(comes_back)))
+
+
+def come_back_or_are_refused(raw):
+    try:
+        text = raw.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        with pytest.raises(UserError, match=f"0x{raw[error.start]:02x} is not UTF-8"):
+            prepared(raw, "byte")
+    else:
+        assert bytes(prepared(raw, "byte")[0]).startswith(text.encode())
+
+
+any_bytes = given(
+    st.binary(min_size=1)
+    | st.tuples(ANY_TEXT, st.binary(max_size=4)).map(lambda t: t[0].encode() + t[1])
+)
+test_any_bytes_come_back_or_are_refused = few(any_bytes(come_back_or_are_refused))
+test_more_bytes_come_back = pytest.mark.slow(many(any_bytes(come_back_or_are_refused)))
+
+
+def test_text_survives_whatever_the_locale(tmp_path):
     text = "Zeile eins\r\nпривет 你好 🙂\n\n\ttab <|endoftext|>\r" * 20
-    (tmp_path / "mine.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    arguments = ["mine.txt", "--tokenizer", tokenizer]
+    (tmp_path / "grüße.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    arguments = ["grüße.txt", "--tokenizer=char"]
     output_of("prepare.py", *arguments, cwd=tmp_path, LC_ALL="C", LANG="C")
-    data = tmp_path / "data" / "mine"
-    train, val = split_text(data, "train"), split_text(data, "val")
-    assert train + val == text
-    assert len(val.encode()) == pytest.approx(len(text.encode()) / 10, abs=5)
-    assert meta_of(data)["train"]["bytes"] == len(train.encode())
-    assert meta_of(data)["val"]["bytes"] == len(val.encode())
-    assert np.load(data / "val.npy").dtype == np.uint16
+    data = tmp_path / "data/grüße"
+    assert text_of(data, "train") + text_of(data, "val") == text
 
 
-def test_tiny_shakespeare_is_split_where_it_always_was(tmp_path):
-    file = os.environ.get("GPTLING_SHAKESPEARE")
-    if not file:
-        pytest.skip("tiny Shakespeare: set GPTLING_SHAKESPEARE to the file")
-    run_prepare(file, "--name=shakespeare", "--tokenizer=char", cwd=tmp_path)
-    meta = meta_of(tmp_path / "data" / "shakespeare")
-    assert meta["train"] == {"tokens": 1_003_855, "bytes": 1_003_855, "shards": 1}
-    assert meta["val"] == {"tokens": 111_539, "bytes": 111_539}
-    assert meta["vocab_size"] == 65
+@pytest.mark.parametrize("size", [1, 2, 3, 64, 5000])
+def test_pieces_give_the_tokens_of_the_whole_file(here, gpt2_encoding, monkeypatch, size):
+    monkeypatch.setattr(corpus, "CHUNK", size)
+    text = "".join(embedded_corpus().values())[: 20 * size + 500] + "\r\n é  🙂\n\n end of it"
+    (here / "a.txt").write_text(text, encoding="utf-8", newline="")
+    assert "".join(next(read_documents([here / "a.txt"]))[1]) == text
+    if size > 3:  # with a place to cut in each piece
+        data = prepare(PrepareConfig(("a.txt",), "gpt2"))
+        raw = text.encode()
+        for split, part in (("train", raw[: -(len(raw) // 10)]), ("val", raw[-(len(raw) // 10) :])):
+            expected = [*gpt2_encoding.encode_ordinary(part.decode()), 50256]
+            assert ids_of(data, split).tolist() == expected
 
 
-def test_the_fingerprint_is_that_of_the_token_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shards, "TOKENS_PER_SHARD", 1000)
-    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 500)
-    (tmp_path / "a.txt").write_text("some words in a line\n" * 200)
-    data = prepare(PrepareConfig(("a.txt",)))
-    files = [*sorted(data.glob("train-*")), data / "val.npy"]
-    assert len(files) == meta_of(data)["train"]["shards"] + 1 > 3
-    digests = "".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
-    assert meta_of(data)["sha256"] == hashlib.sha256(digests.encode()).hexdigest()
+def test_a_long_text_is_read_bit_by_bit(here):
+    (here / "a.txt").write_bytes(b"some words in a line\n" * 100_000 + b"\xff")
+    ((size, pieces),) = read_documents([here / "a.txt"])
+    assert size == 2_100_001 and len(next(pieces)) <= 500  # without reading on to the bad end
+    with pytest.raises(UserError, match=r"a\.txt.*0xff"):
+        list(pieces)
 
 
-def test_folders_and_jsonl_give_documents(tmp_path):
-    notes = tmp_path / "notes"
-    (notes / "deep").mkdir(parents=True)
-    (notes / "b.md").write_text("second\n")
-    (notes / "deep" / "c.txt").write_text("third\n")
-    (notes / "a.txt").write_text("first\n")
-    (notes / "picture.png").write_bytes(b"\x89PNG\0\0")
-    (notes / ".hidden").write_text("hidden")
-    (notes / ".git").mkdir()
-    (notes / ".git" / "config").write_text("hidden")
-    lines = "".join(json.dumps({"text": f"document {i} é", "id": i}) + "\n\n" for i in range(50))
-    (tmp_path / "chat.jsonl").write_text("\ufeff" + lines, encoding="utf-8")
-    (tmp_path / "more.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    arguments = ["notes", "chat.jsonl", "more.jsonl.gz", "--name", "all"]
-    assert "picture.png" in run_prepare(*arguments, cwd=tmp_path)
-    data = tmp_path / "data" / "all"
-    texts = ["first\n", "second\n", "third\n"] + 2 * [f"document {i} é" for i in range(50)]
-    train, val = (split_text(data, split).split(END_OF_TEXT)[:-1] for split in ("train", "val"))
-    assert sorted(train + val) == sorted(texts)
-    assert 9 <= len(val) <= 11
-    assert meta_of(data)["documents"] == 103
+# ---------------------------------------------------------------- the split
+
+
+def split_of(sizes):
+    """How many bytes of each document validate."""
+    held_out = []
+    for i, size in enumerate(sizes):
+        before = sum(sizes[:i]), sum(held_out)
+        held_out.append(validation_bytes(size, i, *before, min(10, len(sizes))))
+    return held_out
 
 
 @pytest.mark.parametrize(
-    "source, name",
-    [("my.novel.v2.txt", "my.novel.v2"), (".txt", "txt"), ("B.JSONL", "B"), ("a b", "a b")],
+    "sizes, expected",
+    [
+        ([1_115_394], [111_539]),
+        ([100, 50], [10, 5]),
+        ([10**12] * 5, [4_000_000] * 5),
+        ([10] * 30, ([0] * 9 + [10]) * 3),
+        ([*range(100, 110)], [0] * 9 + [104]),  # none fits whole: the end of the tenth
+        ([10] * 9 + [10**6], [0] * 9 + [100_009]),
+        ([10**9] * 20, [0] * 9 + [20_000_000] + [0] * 10),
+    ],
 )
-def test_data_is_called_after_its_source(tmp_path, source, name):
-    (tmp_path / source).write_text('{"text": "some words"}\n' * 20)
-    run_prepare(source, cwd=tmp_path)
-    assert [path.name for path in (tmp_path / "data").iterdir()] == [name]
-    assert ("{" in split_text(tmp_path / "data" / name, "train")) == (source != "B.JSONL")
+def test_validation_is_every_tenth_document_or_the_end_of_each_of_a_few(sizes, expected):
+    assert split_of(sizes) == expected
 
 
-def test_an_existing_directory_is_replaced_only_when_asked(tmp_path):
-    (tmp_path / "a.txt").write_text("one " * 50)
-    run_prepare("a.txt", cwd=tmp_path)
-    (tmp_path / "a.txt").write_text("two " * 50)
-    process = run_here("prepare.py", "a.txt", cwd=tmp_path)
-    assert process.returncode == 1 and b"--overwrite=True" in process.stderr
-    assert split_text(tmp_path / "data" / "a", "train").startswith("one")
-    run_prepare("a.txt", "--overwrite", cwd=tmp_path)
-    assert split_text(tmp_path / "data" / "a", "train").startswith("two")
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
+@settings(few, max_examples=200)
+@given(st.lists(st.integers(100, 10**6) | st.integers(10**8, 10**10), min_size=1, max_size=60))
+def test_validation_is_at_most_a_tenth_and_never_nothing(sizes):
+    held_out = split_of(sizes)
+    assert all(0 <= n <= size for n, size in zip(held_out, sizes, strict=True))
+    assert 0 < sum(held_out) <= min(sum(sizes) // 10, MAX_VALIDATION)
+    first_ten = sum(held_out[:10]), min(sum(sizes[:10]) // 10, MAX_VALIDATION)
+    assert len(sizes) < 10 or first_ten[0] >= first_ten[1] // 4 or held_out[9] == sizes[9]
 
 
-def test_a_download_is_checked_by_its_sha256(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "original").write_text("all the world's a stage\n" * 10)
-    address = (tmp_path / "original").as_uri()
-    digest = hashlib.sha256((tmp_path / "original").read_bytes()).hexdigest()
-    monkeypatch.setitem(corpus.DOWNLOADS, "shakespeare", (address, "0" * 64))
-    with pytest.raises(UserError, match="another sha256"):
-        prepare(PrepareConfig(("shakespeare",)))
-    assert list((tmp_path / "data").iterdir()) == []
-    monkeypatch.setitem(corpus.DOWNLOADS, "shakespeare", (address, digest))
-    data = prepare(PrepareConfig(("shakespeare",)))
-    assert "all the world" in split_text(data, "train")
-    monkeypatch.setitem(corpus.DOWNLOADS, "shakespeare", ("http://127.0.0.1:9/", digest))
-    with pytest.raises(UserError, match=r"give shakespeare.txt instead"):
-        prepare(PrepareConfig(("shakespeare",), name="again"))
+def test_tiny_shakespeare_is_split_where_it_always_was(tmp_path):
+    if not (file := os.environ.get("GPTLING_SHAKESPEARE")):
+        pytest.skip("tiny Shakespeare: set GPTLING_SHAKESPEARE to the file")
+    output_of("prepare.py", file, "--name=shakespeare", "--tokenizer=char", cwd=tmp_path)
+    data = tmp_path / "data/shakespeare"
+    assert (len(ids_of(data, "train")), len(ids_of(data, "val"))) == (1_003_855, 111_539)
+    assert meta_of(data)["vocab_size"] == 65
+    assert text_of(data, "train") + text_of(data, "val") == Path(file).read_text()
 
 
-def test_the_tokenizer_of_other_data_or_of_a_checkpoint_is_taken(tmp_path):
-    (tmp_path / "a.txt").write_text("one of bytes, one of characters\n" * 50)
-    (tmp_path / "b.txt").write_text("anders 你好\n" * 50, encoding="utf-8")
-    run_prepare("a.txt", "--tokenizer=byte", cwd=tmp_path)
-    run_prepare("b.txt", "--tokenizer=data/a", cwd=tmp_path)
-    assert split_text(tmp_path / "data" / "b", "train").startswith("anders 你好")
-    run_prepare("a.txt", "--name=char", cwd=tmp_path)
-    arguments = ["b.txt", "--tokenizer=data/char", "--name=c"]
-    process = run_here("prepare.py", *arguments, cwd=tmp_path)
-    assert process.returncode == 1 and b"data/char" in process.stderr
+@pytest.mark.parametrize("n", range(11, 15))
+def test_a_split_inside_a_document_leaves_characters_whole(here, n):
+    (here / "a.txt").write_text("🙂" * n, encoding="utf-8")
+    data = prepare(PrepareConfig(("a.txt",), "byte"))
+    assert text_of(data, "train") + text_of(data, "val") == "🙂" * n
+    assert meta_of(data)["train"]["bytes"] == 4 * ((4 * n - 4 * n // 10) // 4)
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def test_a_tokenizer_knows_nothing_of_the_validation_text(here):
+    """The exception is a character tokenizer, which could not encode it."""
+    rng = random.Random(0)
+    train = " ".join("".join(rng.choices("abcdefghijklmnop", k=6)) for _ in range(4400))
+    val = " quixotic Ωmega" * 200  # its pairs are twice as frequent
+    (here / "a.txt").write_text(train + val, encoding="utf-8")
+    tokenizer = load_tokenizer(prepare(PrepareConfig(("a.txt",), "bpe", vocab_size=300)))
+    assert len(tokenizer.encode(train)) < 0.9 * len(train)
+    assert len(tokenizer.encode(" quixotic")) > 6
+    data = prepare(PrepareConfig(("a.txt",), "char", name="b"))
+    assert "Ω" in text_of(data, "val") and "Ω" not in text_of(data, "train")
+
+
+def test_a_tokenizer_is_that_of_data_a_run_or_a_checkpoint(trained, here, monkeypatch):
+    (here / "b.txt").write_text(TEXT[::-1])
+    (here / "new.txt").write_text(TEXT + "a bottle on üs all" + TEXT)
+    expected = load_tokenizer(trained / "data/mine")._mergeable_ranks
+    for name in ("data/mine", "out/mine", "out/mine/checkpoint-20"):
+        assert load_tokenizer_by_name(trained / name)._mergeable_ranks == expected
+        data = prepare(PrepareConfig(("b.txt",), str(trained / name), overwrite=True))
+        assert load_tokenizer(data)._mergeable_ranks == expected
+        assert text_of(data, "train") + text_of(data, "val") == TEXT[::-1]
+    process = run_here("prepare.py", "new.txt", f"--tokenizer={trained}/out/mine", cwd=here)
+    one_line(process, "'ü'", "U+00FC")
+    assert [path.name for path in (here / "data").iterdir()] == ["b"]
 
 
 @pytest.mark.slow
@@ -204,193 +346,167 @@ def test_a_bpe_is_the_same_for_the_same_text(tmp_path):
     one, two = (tmp_path / "data" / name for name in ("one", "two"))
     for file in one.iterdir():
         assert file.read_bytes() == (two / file.name).read_bytes()
-    tokenizer = load_tokenizer(one)
-    assert (tokenizer.n_vocab, tokenizer.eot_token) == (2000, 1999)
-    assert (split_text(one, "train") + split_text(one, "val")).replace(END_OF_TEXT, "") == text
+    assert (load_tokenizer(one).n_vocab, load_tokenizer(one).eot_token) == (2000, 1999)
+    assert (text_of(one, "train") + text_of(one, "val")).replace(END_OF_TEXT, "") == text
 
 
-# ---------------------------------------------------------------- the split
+# ---------------------------------------------------------------- threads and token files
 
 
-def parts_of(sizes):
-    """How much of each document trains."""
-    seen, held_out, parts = 0, 0, []
-    for size in sizes:
-        parts.append(training_part(size, seen, held_out, sizes[:10]))
-        seen, held_out = seen + size, held_out + size - parts[-1]
-    return parts
+def test_texts_encoded_on_all_cores_keep_their_order(monkeypatch):
+    """With a bounded number of them under way, and an error among them is raised."""
+    monkeypatch.setattr(corpus, "GROUP", 1000)
+    tokenizer, taken = build_tokenizer("char", ["ab\n"]), []
+    texts = [("ab\n"[i % 3]) * (i * 37 % 500) for i in range(20_000)]
 
-
-def test_of_a_few_documents_the_last_tenth_of_each_validates():
-    assert parts_of([1_115_394]) == [1_003_855]
-    assert parts_of([100, 50]) == [90, 45]
-    assert parts_of([20 * 10**9]) == [20 * 10**9 - VALIDATION]
-    sizes = [10**9] * 5  # a tenth of each would be 500 million
-    held_out = [size - part for size, part in zip(sizes, parts_of(sizes), strict=True)]
-    assert 0 < held_out[0] <= VALIDATION and sum(held_out) <= VALIDATION
-
-
-def test_files_of_a_folder_are_read_in_one_order_whatever_the_file_system_says(
-    tmp_path, monkeypatch
-):
-    for name in ("b/2.txt", "a.txt", "B.txt", "b/1.txt", "10.txt", "9.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("a text")
-    found, rglob = [], type(tmp_path).rglob
-    for seed in range(4):
-        order = np.random.default_rng(seed).permutation(7)
-
-        def listed(folder, pattern, order=order):
-            files = sorted(rglob(folder, pattern))
-            assert len(files) == 7
-            return (files[i] for i in order)
-
-        monkeypatch.setattr(type(tmp_path), "rglob", listed)
-        found.append(find_sources([str(tmp_path)], tmp_path))
-    assert all(sources == sorted(found[0]) for sources in found) and len(found[0]) == 6
-
-
-def test_of_many_documents_a_tenth_validates_whole():
-    parts = parts_of([10] * 100)
-    assert parts.count(0) == 10 and set(parts) == {0, 10}
-    assert parts_of([10**6] + [1] * 20)[0] == 900_000  # the others cannot make up a tenth
-    assert parts_of([1] * 20 + [10**6])[20] == 900_000
-
-
-def test_validation_text_is_bounded_and_spread_over_the_corpus():
-    assert [validation_size(n) for n in (9, 1000, 10**8)] == [0, 100, 10**7]
-    assert validation_size(45 * 10**9) < VALIDATION == validation_size(10**14)
-    parts = parts_of([100_000] * 30_000)  # 3 GB
-    val = [i for i, part in enumerate(parts) if part == 0]
-    assert 40_000_000 < len(val) * 100_000 <= validation_size(3 * 10**9)
-    assert val[-1] > 29_000
-    giants = [1] * 10 + [20**n for n in range(5, 12)]
-    assert sum(giants) - sum(parts_of(giants)) <= VALIDATION
-
-
-# ---------------------------------------------------------------- pieces, threads, files
-
-
-def test_pieces_give_the_tokens_of_the_whole_file(tmp_path, gpt2_encoding, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = "".join(embedded_corpus().values()) + "end of it"
-    (tmp_path / "corpus.txt").write_text(text, encoding="utf-8", newline="")
-    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 5000)
-    data = prepare(PrepareConfig(("corpus.txt",), "gpt2"))
-    raw = text.encode()
-    cut = len(raw) - len(raw) // 10
-    for split, part in (("train", raw[:cut]), ("val", raw[cut:])):
-        ids = np.concatenate([np.load(file) for file in sorted(data.glob(f"{split}*"))])
-        assert ids.tolist() == [*gpt2_encoding.encode_ordinary(part.decode()), 50256]
-
-
-def test_pieces_put_characters_together_that_the_chunks_cut(tmp_path, monkeypatch):
-    text = "\ufeffé你🙂 añb\r\n" * 100
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    for size in (1, 2, 3, 7, 64):
-        monkeypatch.setattr(corpus, "BYTES_AT_ONCE", size)
-        ((n_bytes, pieces),) = documents(tmp_path / "a.txt")
-        assert n_bytes == len(text.encode())
-        assert "".join(pieces) == text[1:]
-
-
-def test_a_cut_inside_a_document_leaves_characters_whole(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for n in range(11, 50):
-        text = "🙂" * n
-        (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-        data = prepare(PrepareConfig(("a.txt",), "byte", overwrite=True))
-        assert split_text(data, "train") + split_text(data, "val") == text
-        assert meta_of(data)["train"]["bytes"] % 4 == 0
-
-
-def test_a_long_text_is_read_bit_by_bit(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 1000)
-    (tmp_path / "a.txt").write_text("some words in a line\n" * 10_000)
-    read = []
-    ((n_bytes, pieces),) = documents(tmp_path / "a.txt", read.append)
-    assert read == [] and n_bytes == 210_000  # known before it is read
-    next(pieces)
-    assert sum(read) <= 1000
-
-
-def test_a_text_without_a_word_is_read_bit_by_bit_too(tmp_path, monkeypatch):
-    """Where no cut is a good one, as in Chinese without white space."""
-    monkeypatch.setattr(corpus, "BYTES_AT_ONCE", 100)
-    text = "0123456789" * 1000
-    (tmp_path / "a.txt").write_text(text)
-    ((_, pieces),) = documents(tmp_path / "a.txt")
-    pieces = list(pieces)
-    assert "".join(pieces) == text and max(map(len, pieces)) <= 17 * 100
-
-
-def test_texts_encoded_on_all_cores_keep_their_order_whatever_their_length(monkeypatch):
-    monkeypatch.setattr(shards, "GROUP", 64)
-    monkeypatch.setattr(shards, "UNDER_WAY", 128)
-    tokenizer = build_tokenizer("char", ["ab\n"])
-    texts = [("ab\n"[i % 3]) * (i * 37 % 500) for i in range(600)]
-    encoded = list(encode_on_all_cores(tokenizer, enumerate(texts)))
-    assert [key for key, _ in encoded] == list(range(600))
-    assert [tokenizer.decode(ids.tolist()) for _, ids in encoded] == texts
-
-
-@pytest.mark.parametrize("text", ["some text " * 10, ""], ids=["texts", "empty ones"])
-def test_a_bounded_amount_of_text_is_under_way(monkeypatch, text):
-    monkeypatch.setattr(shards, "GROUP", 100)
-    monkeypatch.setattr(shards, "UNDER_WAY", 1000)
-    taken = []
-
-    def texts():
-        for i in range(10_000):
+    def given_texts():
+        for i, text in enumerate(texts):
             taken.append(i)
             yield i, text
-
-    encoded = encode_on_all_cores(build_tokenizer("byte"), texts())
-    ahead = [len(taken) - key for key, _ in encoded]
-    assert max(ahead) < 16 * 1000 // (len(text) + 50) + 2  # of 16 threads at most
-
-
-def test_an_error_among_texts_being_encoded_reaches_the_reader():
-    def texts():
-        yield "first", "a"
         raise UserError("not UTF-8")
 
+    encoded = encode_on_all_cores(tokenizer, given_texts())
+    for i, text in enumerate(texts[:15_000]):
+        key, ids = next(encoded)
+        assert key == i and tokenizer.decode(ids.tolist()) == text
+        assert len(taken) - i < (4 * os.cpu_count() + 3) * 1000 / 64
     with pytest.raises(UserError, match="not UTF-8"):
-        list(encode_on_all_cores(build_tokenizer("byte"), texts()))
-
-
-def test_files_in_a_folder_are_recognised_wherever_a_character_is_cut(tmp_path):
-    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbf")
-    (tmp_path / "cut.txt").write_bytes("é".encode()[:1])
-    for shift in range(4):
-        for mark in (b"", b"\xef\xbb\xbf"):
-            content = mark + b"x" * shift + "🙂".encode() * 4000
-            (tmp_path / f"{shift}{len(mark)}.txt").write_bytes(content)
-    assert len(find_sources([str(tmp_path)], tmp_path)) == 8
-
-
-def test_a_token_file_is_on_the_disk_when_it_is_saved(tmp_path, monkeypatch):
-    """progress.json counts on it."""
-    file, there = TokenFile(tmp_path / "a.npy", np.dtype("uint16")), []
-    file.write(np.arange(3))
-    monkeypatch.setattr("os.fsync", lambda _: there.extend(np.load(tmp_path / "a.npy")))
-    file.save()
-    assert there == [0, 1, 2]
+        list(encoded)
 
 
 @pytest.mark.parametrize("n_vocab, dtype", [(65_536, np.uint16), (65_537, np.uint32)])
-def test_token_files_are_npy_and_no_piece_straddles_two(tmp_path, monkeypatch, n_vocab, dtype):
-    monkeypatch.setattr(shards, "TOKENS_PER_SHARD", 1000)
-    files = TokenShards(tmp_path, SimpleNamespace(n_vocab=n_vocab, special_tokens_set=set()))
+def test_no_text_straddles_two_token_files(here, n_vocab, dtype):
     ids = np.random.default_rng(0).integers(0, n_vocab, 3500).astype(np.uint32)
-    for piece in np.array_split(ids, 5):
-        files.write("train", piece)
-        files.write("val", piece[:3])
-        if files.is_full():
-            files.finish_shard()
-    files.close()
-    written = [np.load(file, mmap_mode="r") for file in sorted(tmp_path.glob("train-*.npy"))]
+    ids[0] = n_vocab - 1
+    encoded = [("train", piece) for piece in np.array_split(ids, 5)] + [("val", ids[:3])]
+    tokenizer = SimpleNamespace(n_vocab=n_vocab, special_tokens_set=set())
+    n_tokens, fingerprint = write_token_files(here, tokenizer, encoded)
+    assert n_tokens == {"train": 3500, "val": 3}
+    written = [np.load(file) for file in sorted(here.glob("train-*.npy"))]
     assert [len(shard) for shard in written] == [1400, 1400, 700]
     assert {shard.dtype for shard in written} == {np.dtype(dtype)}
-    assert np.array_equal(np.concatenate(written), ids)
-    assert len(np.load(tmp_path / "val.npy")) == 15
+    assert np.array_equal(ids_of(here), [*ids, *ids[:3]])
+    assert fingerprint == hashlib.sha256(ids_of(here).astype(dtype).tobytes()).hexdigest()
+
+
+# ---------------------------------------------------------------- whole or not at all
+
+
+def test_files_are_on_the_disk_before_the_directory_has_its_name(here, monkeypatch):
+    synced = []
+
+    def sync(path):
+        assert not (here / "data/a").exists() and path.stat().st_size > 0
+        synced.append(re.sub(r"\.(.*)\.writing", r"\1", path.name))
+
+    for module in (corpus, files):
+        monkeypatch.setattr(module, "sync", sync)
+    (here / "a.txt").write_text(TEXT)
+    data = prepare(PrepareConfig(("a.txt",)))
+    assert {*synced} >= {path.name for path in data.iterdir()} > {"val.npy", "train-00000.npy"}
+    assert [path.name for path in (here / "data").iterdir()] == ["a"]
+
+
+def test_an_existing_directory_is_replaced_only_when_asked_and_by_a_whole_one(here):
+    (here / "a.txt").write_text("one " * 500)
+    prepare(PrepareConfig(("a.txt",)))
+    (here / "a.txt").write_bytes(b"two " * 500 + b"\xff")
+    one_line(run_here("prepare.py", "a.txt", cwd=here), "data/a", "--overwrite", "--name")
+    one_line(run_here("prepare.py", "a.txt", "--overwrite", cwd=here), "a.txt", "UTF-8")
+    assert text_of(here / "data/a", "train").startswith("one")
+    assert [path.name for path in (here / "data").iterdir()] == ["a"]
+    (here / "a.txt").write_text("two " * 500)
+    prepare(PrepareConfig(("a.txt",), overwrite=True))
+    assert text_of(here / "data/a", "train").startswith("two")
+    assert [path.name for path in (here / "data").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("source", ["data/notes", "data/notes/a.txt"])
+def test_a_text_in_the_directory_to_be_replaced_is_kept(here, source):
+    (here / "data/notes").mkdir(parents=True)
+    (here / "data/notes/a.txt").write_text(TEXT)
+    process = run_here("prepare.py", source, "--name=notes", "--overwrite", cwd=here)
+    one_line(process, "data/notes", "another --name")
+    assert (here / "data/notes/a.txt").read_text() == TEXT
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without a signal")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_preparation_leaves_no_data_and_starts_again(tmp_path, number):
+    (tmp_path / "large.txt").write_text("some words in a line\n" * 3_000_000)
+    command = [sys.executable, ROOT / "prepare.py", "large.txt", "--tokenizer=char"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    while not (tmp_path / "data/.large.partial/new").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    killed = number == signal.SIGKILL
+    assert process.returncode == (-number if killed else 128 + number) and error == b""
+    left = [path.name for path in (tmp_path / "data").iterdir()]
+    assert left == ([".large.partial"] if killed else [])
+    (tmp_path / "large.txt").write_text(TEXT)
+    output_of("prepare.py", "large.txt", "--tokenizer=char", cwd=tmp_path)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["large"]
+    assert sorted(path.name for path in (tmp_path / "data/large").iterdir()) == [
+        "meta.json",
+        "tokenizer.json",
+        "train-00000.npy",
+        "val.npy",
+    ]
+
+
+def test_two_preparations_of_one_name_do_not_meet(here):
+    (here / "a.txt").write_text(TEXT)
+    partial = here / "data/.a.partial"
+    partial.mkdir(parents=True)
+    lock = lock_directory(partial)
+    one_line(run_here("prepare.py", "a.txt", cwd=here), ".a.partial: another process")
+    lock.release()
+    prepare(PrepareConfig(("a.txt",)))
+    assert [path.name for path in (here / "data").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [("my.novel.v2.txt", "my.novel.v2"), (".txt", "txt"), ("B.JSONL", "B"), ("a b", "a b")],
+)
+def test_data_is_called_after_its_source_and_the_next_line_can_be_pasted(here, source, name):
+    (here / source).write_text('{"text": "some words"}\n' * 20)
+    output = run_here("prepare.py", source, cwd=here).stdout.decode()
+    assert [path.name for path in (here / "data").iterdir()] == [name]
+    quoted = f"'{name}'" if " " in name else name
+    assert output.endswith(f"next: python train.py --dataset={quoted}\n")
+
+
+# ---------------------------------------------------------------- token files of others
+
+
+@pytest.mark.slow
+def test_token_files_of_llm_c_come_in_and_go_out_by_the_recipes(tmp_path, gpt2_encoding):
+    ids = [id for text in DOCUMENTS for id in [50256, *gpt2_encoding.encode_ordinary(text)]]
+    parts = [ids[:1000], ids[1000:-501], ids[-501:]]
+    names = ["fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_val_000000.bin"]
+    for name, part in zip(names, parts, strict=True):  # as llm.c's dev/data/data_common.py does
+        header = [20240520, 1, len(part)] + 253 * [0]
+        raw = b"".join(number.to_bytes(4, "little", signed=True) for number in header)
+        raw += b"".join(id.to_bytes(2, "little") for id in part)
+        (tmp_path / name).write_bytes(raw)
+    recipes = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "docs").glob("*.md"))
+    blocks = re.findall(r"```python\n(.*?)```", recipes, re.DOTALL)
+    come_in, go_out = [code for code in blocks if "fineweb" in code and ".bin" in code]
+    for code in (come_in, go_out):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    data = tmp_path / "data/fineweb"
+    for name, part, original in zip(
+        ("train-00000", "train-00001", "val"), parts, names, strict=True
+    ):
+        written = np.load(data / f"{name}.npy")
+        assert written.dtype == np.uint16 and written.tolist() == part
+        assert (tmp_path / f"{name}.bin").read_bytes() == (tmp_path / original).read_bytes()
+    meta = meta_of(data)
+    assert meta["train"]["tokens"] + meta["val"]["tokens"] == len(ids)
+    assert meta["train"]["bytes"] + meta["val"]["bytes"] == len("".join(DOCUMENTS).encode())
+    assert re.fullmatch("[0-9a-f]{64}", meta["sha256"])
+    assert load_tokenizer(data).decode(parts[0]).startswith(END_OF_TEXT + DOCUMENTS[0])

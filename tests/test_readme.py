@@ -25,7 +25,7 @@ SCRIPTS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": Sa
 RUN_BY = {  # their Python
     "attention.md": "test_attention_page.py",
     "export.md": "test_ecosystem.py",
-    "large_corpora.md": "test_corpora.py",
+    "large_corpora.md": "test_prepare.py",
 }
 
 

@@ -10,8 +10,7 @@ import tokenizers
 
 from gptling import tokenizers as kinds
 from gptling.cli import UserError
-from gptling.corpus import embedded_corpus
-from gptling.shards import encode_on_all_cores
+from gptling.corpus import embedded_corpus, encode_on_all_cores
 from gptling.tokenizers import (
     BPE_PATTERN,
     END_OF_TEXT,

@@ -1,11 +1,8 @@
 """train.py: its helpers against their definitions, and whole runs as a user makes them."""
 
-import dataclasses
-import itertools
 import json
 import math
 import os
-import re
 import shutil
 import time
 from pathlib import Path
@@ -21,13 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling import run as checkpoints
 from gptling.cli import UserError
-from gptling.dataset import Dataset, get_sequences, open_tokens, prefetch, validation_starts
+from gptling.dataset import Dataset, validation_starts
 from gptling.gpt2_format import load
 from gptling.muon import Muon
 from gptling.run import Progress, RunDirectory, list_checkpoints
-from gptling.tokenizers import build_tokenizer, tokenizer_to_json
+from gptling.tokenizers import build_tokenizer
 from model import GPT, GPTConfig
 from tests.conftest import ROOT, TINY, one_process, output_of, run_here, run_script
+from tests.test_dataset import write_data
 from train import TrainConfig, configure_optimizers, evaluate, learning_rate
 
 
@@ -37,82 +35,6 @@ def copy_data(trained, directory):
 
 def read_log(run):
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-
-
-# ---------------------------------------------------------------- batches
-
-
-def visited(shards, config, steps):
-    """The first tokens of all sequences of these steps, in order."""
-    return [int(x[0]) for step in steps for x in get_sequences(shards, config, step)]
-
-
-@pytest.mark.parametrize("lengths", [[1000], [17], [33], [500, 20, 5, 300], [170]])
-def test_an_epoch_visits_every_sequence_once(lengths):
-    ends = np.cumsum([0, *lengths])
-    shards = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
-    config = TrainConfig(block_size=16, batch_size=1)
-    n = sum(max(length // 16 - 1, int(length > 16)) for length in lengths)
-    epochs = [visited(shards, config, range(e * n, (e + 1) * n)) for e in range(4)]
-    for starts in epochs:
-        tiling = sorted(starts)
-        for shard in shards:
-            inside = [start for start in tiling if shard[0] <= start <= shard[-1]]
-            assert all(b - a == 16 for a, b in itertools.pairwise(inside))
-        assert len(set(tiling)) == n
-    if n > 10:
-        orders = [np.argsort(starts).tolist() for starts in epochs]
-        assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
-        assert len({min(starts) % 16 for starts in epochs}) > 1  # other cuts in each epoch
-
-
-def test_targets_are_the_next_tokens(trained, monkeypatch):
-    monkeypatch.chdir(trained)
-    data = Dataset("mine", block_size=16)
-    data.train = [np.arange(1000) % 10]
-    config = TrainConfig(block_size=16, batch_size=5)
-    ((x, y),) = data.batches(config, range(3, 4), one_process())
-    assert x.shape == y.shape == (5, 16) and x.dtype == torch.int64
-    assert torch.equal(y, (x + 1) % 10) and torch.equal(x[:, 1:], y[:, :-1])
-
-
-def test_a_batch_is_a_function_of_seed_and_step():
-    shards, config = [np.arange(5000)], TrainConfig(block_size=16, batch_size=8)
-    later = get_sequences(shards, config, 1000)
-    assert torch.equal(get_sequences(shards, config, 1000), later)
-    other = get_sequences(shards, dataclasses.replace(config, seed=1), 1000)
-    starts, others = later[:, 0], other[:, 0]
-    assert not torch.equal(starts // 16, others // 16)  # another order
-    assert starts[0] % 16 != others[0] % 16  # and other cuts
-
-
-def test_processes_and_accumulation_share_the_same_sequences():
-    shards, B = [np.arange(50_000)], 4
-    whole = TrainConfig(block_size=16, batch_size=4 * B)
-    parts = TrainConfig(block_size=16, batch_size=B, gradient_accumulation_steps=4)
-    for step in (0, 7, 300):
-        expected = get_sequences(shards, whole, step)
-        one = [get_sequences(shards, parts, step, micro) for micro in range(4)]
-        two = [get_sequences(shards, parts, step, m, r, 2) for m in range(2) for r in range(2)]
-        assert torch.equal(torch.cat(one), expected)
-        assert torch.equal(torch.cat(two), expected)
-
-
-def test_prefetched_batches_are_those_asked_for_in_order():
-    places = list(itertools.product(range(5, 7), range(3)))
-    assert list(prefetch(lambda step, micro_step: (step, micro_step), places)) == places
-
-
-def test_an_error_in_a_prefetched_batch_reaches_the_loop():
-    def load(step):
-        if step == 2:
-            raise UserError("bad data")
-        return step
-
-    batches = prefetch(load, zip(range(4)))
-    assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(UserError, match="bad data"):
-        next(batches)
 
 
 # ---------------------------------------------------------------- schedule, optimizer, evaluation
@@ -287,15 +209,6 @@ def test_muon_leaves_embeddings_to_adamw_wherever_they_are():
         assert id(embedding.weight) in decay - taken
 
 
-def write_data(directory, train, val, tokenizer):
-    """A data directory with these ids."""
-    directory.mkdir(parents=True)
-    for name, ids in (("train-00000", train), ("val", val)):
-        np.save(directory / f"{name}.npy", np.asarray(ids, dtype=np.uint16))
-    (directory / "tokenizer.json").write_text(tokenizer_to_json(tokenizer))
-    (directory / "meta.json").write_text(json.dumps({"format": 1, "sha256": "0" * 64}))
-
-
 @pytest.mark.parametrize("n_tokens", [18, 100, 161])
 @pytest.mark.parametrize("eval_tokens", [0, 16, 40, 1000])
 def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
@@ -326,50 +239,6 @@ def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
     assert data.val_targets == n_targets and (n < in_all or n_targets == n_tokens - 1)
     assert nats == pytest.approx(total / n_targets, abs=1e-5)
     assert bits == pytest.approx(total / math.log(2) / n_bytes, abs=1e-5)
-
-
-def test_a_split_has_one_token_more_than_a_sequence_at_least(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
-    for train, val in ((17, 17), (16, 17), (17, 16)):
-        write_data(tmp_path / f"data/{train}-{val}", [1] * train, [1] * val, tokenizer)
-    assert Dataset("17-17", 16).longest == 16
-    for name, split in (("16-17", "train"), ("17-16", "val")):
-        with pytest.raises(UserError, match=f"the {split} split has 16 tokens, .* is 17"):
-            Dataset(name, 16)
-
-
-def test_shards_are_in_the_order_of_their_names_whatever_the_file_system_says(
-    tmp_path, monkeypatch
-):
-    """As a batch is a function of seed and step alone."""
-    monkeypatch.chdir(tmp_path)
-    tokenizer, glob = build_tokenizer("char", ["ab"], end_of_text=False), type(tmp_path).glob
-    write_data(tmp_path / "data/mine", [1] * 50, [1] * 50, tokenizer)
-    for n in (1, 2):
-        np.save(tmp_path / f"data/mine/train-{n:05}.npy", np.ones(50 + n, dtype=np.uint16))
-    for order in (1, -1):
-        listed = lambda *arguments, order=order: sorted(glob(*arguments))[::order]  # noqa: E731
-        monkeypatch.setattr(type(tmp_path), "glob", listed)
-        assert [len(shard) for shard in Dataset("mine", 16).train] == [50, 51, 52]
-
-
-def test_a_few_sequences_of_a_long_split_are_looked_at(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
-    write_data(tmp_path / "data" / "long", [1] * 50, np.zeros(3_500_000), tokenizer)
-    data = Dataset("long", 16, 40)
-    assert data.val_targets == data.val_bytes == 48 and data.val_starts[-1] > 2_000_000
-
-
-def test_some_sequences_judge_as_the_whole_split_does():
-    """Text that is easy at first and hard later: the first tokens alone would be another text."""
-    starts = validation_starts(100_001, 10, 1000)
-    assert len(starts) == 100 and starts[0] == 0 and len(set(np.diff(starts))) == 1
-    for n_tokens, T, eval_tokens in ((100_001, 10, 990), (57, 8, 31), (57, 8, 56), (2, 8, 5)):
-        starts = validation_starts(n_tokens, T, eval_tokens)
-        assert len(set(starts)) == len(starts) and starts.max() < n_tokens - 1
-        assert abs(starts.mean() - (n_tokens - T) / 2) <= max(T, n_tokens / len(starts))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -819,7 +688,7 @@ def test_eval_only_without_a_model_or_with_a_contradiction_is_refused(trained, f
 
 def test_eval_only_does_not_prepare_the_quick_starts_text(trained, tmp_path):
     process = run_here("train.py", "--eval_only", f"--init_from={trained}/out/mine", cwd=tmp_path)
-    assert process.returncode == 1 and b"quickstart is not there" in process.stderr
+    assert process.returncode == 1 and b"data/quickstart has no prepared text" in process.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -846,28 +715,3 @@ def test_tiny_shakespeare_is_prepared_as_published(tmp_path):
     output_of("train.py", preset, "--max_iters=60", "--eval_tokens=5000", cwd=tmp_path)
     (entry,) = [e for e in read_log(tmp_path / "out/shakespeare_char_cpu") if "val_loss" in e]
     assert entry["val_loss"] < 3.0  # ln(65) is 4.17
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
-def test_two_hundred_shards_open_unread_and_memory_stays_bounded(tmp_path):
-    """4 GB of tokens, as files with holes; 2,000 batches touch each of the shards."""
-    for n in range(200):
-        with (tmp_path / f"train-{n:05}.npy").open("wb") as file:
-            header = {"descr": "<u2", "fortran_order": False, "shape": (10_000_000,)}
-            np.lib.format.write_array_header_1_0(file, header)
-            file.truncate(file.tell() + 20_000_000)
-
-    def resident():
-        """Megabytes that are this process's own: pages of files can be taken back."""
-        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-
-    before = resident()
-    shards = [open_tokens(file) for file in sorted(tmp_path.glob("train-*.npy"))]
-    assert sum(map(len, shards)) == 2_000_000_000 and resident() < before + 5
-    config = TrainConfig(block_size=1024, batch_size=8)
-    get_sequences(shards, config, 0)
-    before = resident()
-    for step in range(2000):
-        get_sequences(shards, config, step)
-    assert resident() < before + 20  # MB

@@ -21,8 +21,7 @@ from report import ROOT, in_turns, machine, peak_megabytes, spread, table
 
 def worker(case: dict):
     """prepare.py as a user runs it, or tiktoken on pieces in memory: in one thread, or in ours."""
-    from gptling.corpus import embedded_corpus
-    from gptling.shards import encode_on_all_cores
+    from gptling.corpus import embedded_corpus, encode_on_all_cores
     from gptling.tokenizers import build_tokenizer
 
     text = Path(case["file"])

@@ -1,0 +1,227 @@
+"""data/NAME as training reads it: sequences, validation, and what makes it another text."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gptling.cli import UserError
+from gptling.dataset import Dataset, get_sequences, prefetch, validation_starts
+from gptling.tokenizers import build_tokenizer, tokenizer_to_json
+from tests.conftest import one_process
+from train import TrainConfig
+
+
+def write_data(directory, train, val, tokenizer):
+    """A data directory with these ids."""
+    directory.mkdir(parents=True)
+    for name, ids in (("train-00000", train), ("val", val)):
+        np.save(directory / f"{name}.npy", np.asarray(ids, dtype=np.uint16))
+    (directory / "tokenizer.json").write_text(tokenizer_to_json(tokenizer))
+    (directory / "meta.json").write_text(json.dumps({"format": 1, "sha256": "0" * 64}))
+
+
+# ---------------------------------------------------------------- batches
+
+
+def visited(shards, config, steps):
+    """The first tokens of all sequences of these steps, in order."""
+    return [int(x[0]) for step in steps for x in get_sequences(shards, config, step)]
+
+
+@pytest.mark.parametrize("lengths", [[1000], [17], [33], [500, 20, 5, 300], [170]])
+def test_an_epoch_visits_every_sequence_once(lengths):
+    ends = np.cumsum([0, *lengths])
+    shards = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
+    config = TrainConfig(block_size=16, batch_size=1)
+    n = sum(max(length // 16 - 1, int(length > 16)) for length in lengths)
+    epochs = [visited(shards, config, range(e * n, (e + 1) * n)) for e in range(4)]
+    for starts in epochs:
+        tiling = sorted(starts)
+        for shard in shards:
+            inside = [start for start in tiling if shard[0] <= start <= shard[-1]]
+            assert all(b - a == 16 for a, b in itertools.pairwise(inside))
+        assert len(set(tiling)) == n
+    if n > 10:
+        orders = [np.argsort(starts).tolist() for starts in epochs]
+        assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
+        assert len({min(starts) % 16 for starts in epochs}) > 1  # other cuts in each epoch
+
+
+def test_targets_are_the_next_tokens(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    data = Dataset("mine", block_size=16)
+    data.train = [np.arange(1000) % 10]
+    config = TrainConfig(block_size=16, batch_size=5)
+    ((x, y),) = data.batches(config, range(3, 4), one_process())
+    assert x.shape == y.shape == (5, 16) and x.dtype == torch.int64
+    assert torch.equal(y, (x + 1) % 10) and torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    shards, config = [np.arange(5000)], TrainConfig(block_size=16, batch_size=8)
+    later = get_sequences(shards, config, 1000)
+    assert torch.equal(get_sequences(shards, config, 1000), later)
+    other = get_sequences(shards, dataclasses.replace(config, seed=1), 1000)
+    starts, others = later[:, 0], other[:, 0]
+    assert not torch.equal(starts // 16, others // 16)  # another order
+    assert starts[0] % 16 != others[0] % 16  # and other cuts
+
+
+def test_processes_and_accumulation_share_the_same_sequences():
+    shards, B = [np.arange(50_000)], 4
+    whole = TrainConfig(block_size=16, batch_size=4 * B)
+    parts = TrainConfig(block_size=16, batch_size=B, gradient_accumulation_steps=4)
+    for step in (0, 7, 300):
+        expected = get_sequences(shards, whole, step)
+        one = [get_sequences(shards, parts, step, micro) for micro in range(4)]
+        two = [get_sequences(shards, parts, step, m, r, 2) for m in range(2) for r in range(2)]
+        assert torch.equal(torch.cat(one), expected)
+        assert torch.equal(torch.cat(two), expected)
+
+
+def test_prefetched_batches_are_those_asked_for_in_order():
+    places = list(itertools.product(range(5, 7), range(3)))
+    assert list(prefetch(lambda step, micro_step: (step, micro_step), places)) == places
+
+
+def test_an_error_in_a_prefetched_batch_reaches_the_loop():
+    def load(step):
+        if step == 2:
+            raise UserError("bad data")
+        return step
+
+    batches = prefetch(load, zip(range(4)))
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(UserError, match="bad data"):
+        next(batches)
+
+
+# ---------------------------------------------------------------- validation
+
+
+def test_a_split_has_one_token_more_than_a_sequence_at_least(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
+    for train, val in ((17, 17), (16, 17), (17, 16)):
+        write_data(tmp_path / f"data/{train}-{val}", [1] * train, [1] * val, tokenizer)
+    assert Dataset("17-17", 16).longest == 16
+    for name, split in (("16-17", "train"), ("17-16", "val")):
+        with pytest.raises(UserError, match=f"the {split} split has 16 tokens, .* is 17"):
+            Dataset(name, 16)
+
+
+def test_shards_are_in_the_order_of_their_names_whatever_the_file_system_says(
+    tmp_path, monkeypatch
+):
+    """As a batch is a function of seed and step alone."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer, glob = build_tokenizer("char", ["ab"], end_of_text=False), type(tmp_path).glob
+    write_data(tmp_path / "data/mine", [1] * 50, [1] * 50, tokenizer)
+    for n in (1, 2):
+        np.save(tmp_path / f"data/mine/train-{n:05}.npy", np.ones(50 + n, dtype=np.uint16))
+    for order in (1, -1):
+        listed = lambda *arguments, order=order: sorted(glob(*arguments))[::order]  # noqa: E731
+        monkeypatch.setattr(type(tmp_path), "glob", listed)
+        assert [len(shard) for shard in Dataset("mine", 16).train] == [50, 51, 52]
+
+
+def test_a_few_sequences_of_a_long_split_are_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
+    write_data(tmp_path / "data" / "long", [1] * 50, np.zeros(3_500_000), tokenizer)
+    data = Dataset("long", 16, 40)
+    assert data.val_targets == data.val_bytes == 48 and data.val_starts[-1] > 2_000_000
+
+
+def test_some_sequences_judge_as_the_whole_split_does():
+    """Text that is easy at first and hard later: the first tokens alone would be another text."""
+    starts = validation_starts(100_001, 10, 1000)
+    assert len(starts) == 100 and starts[0] == 0 and len(set(np.diff(starts))) == 1
+    for n_tokens, T, eval_tokens in ((100_001, 10, 990), (57, 8, 31), (57, 8, 56), (2, 8, 5)):
+        starts = validation_starts(n_tokens, T, eval_tokens)
+        assert len(set(starts)) == len(starts) and starts.max() < n_tokens - 1
+        assert abs(starts.mean() - (n_tokens - T) / 2) <= max(T, n_tokens / len(starts))
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, vocab_size, same",
+    [
+        ("ab", "ab", 2, True),
+        ("ab", "ac", 2, False),
+        ("ab", "ab.", 3, True),  # end-of-text, which our text does not need
+        ("ab.", "ab", 2, False),
+        ("ab.", "ab.", 2, False),  # the model lacks a row for it
+    ],
+)
+def test_data_suit_a_checkpoint_that_has_their_tokens(
+    tmp_path, monkeypatch, ours, theirs, vocab_size, same
+):
+    monkeypatch.chdir(tmp_path)
+    for name, characters in (("mine", ours), ("theirs", theirs)):
+        end_of_text = characters.endswith(".")
+        tokenizer = build_tokenizer("char", [characters[:2]], end_of_text=end_of_text)
+        write_data(tmp_path / "data" / name, [1] * 50, [1] * 50, tokenizer)
+    data, checkpoint = Dataset("mine", 16), Path("data/theirs")
+    if same:
+        data.check_tokenizer(checkpoint, vocab_size)
+    else:
+        with pytest.raises(UserError, match="--tokenizer=data/theirs"):
+            data.check_tokenizer(checkpoint, vocab_size)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_no_pickle_in_a_token_file_is_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
+    write_data(tmp_path / "data/mine", [1] * 50, [1] * 50, tokenizer)
+    for name in ("train-00001.npy", "val.npy"):
+        np.save(tmp_path / "data/mine" / name, np.array([Evil()] * 50), allow_pickle=True)
+        with pytest.raises(ValueError):
+            Dataset("mine", 16)
+        assert not (tmp_path / "ran").exists()
+        (tmp_path / "data/mine" / name).unlink()
+
+
+def test_a_directory_without_prepared_text_is_named_with_the_remedy(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    with pytest.raises(UserError, match=r"data/nix.*prepare\.py.*--name=nix.*--dataset from mine"):
+        Dataset("nix", 16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
+def test_two_hundred_shards_open_unread_and_memory_stays_bounded(tmp_path):
+    """4 GB of tokens, as files with holes; 2,000 batches touch each of the shards."""
+    for n in range(200):
+        with (tmp_path / f"train-{n:05}.npy").open("wb") as file:
+            header = {"descr": "<u2", "fortran_order": False, "shape": (10_000_000,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.truncate(file.tell() + 20_000_000)
+
+    def resident():
+        """Megabytes that are this process's own: pages of files can be taken back."""
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+    before = resident()
+    shards = [np.load(file, mmap_mode="r") for file in sorted(tmp_path.glob("train-*.npy"))]
+    assert sum(map(len, shards)) == 2_000_000_000 and resident() < before + 5
+    config = TrainConfig(block_size=1024, batch_size=8)
+    get_sequences(shards, config, 0)
+    before = resident()
+    for step in range(2000):
+        get_sequences(shards, config, step)
+    assert resident() < before + 20  # MB
