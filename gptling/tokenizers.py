@@ -91,8 +91,7 @@ def check_vocab_size(kind: str, vocab_size: int):
 
 
 def draw_sample(texts: Iterable[str], size: int) -> tuple[list[str], int]:
-    """All of the texts, or pieces from everywhere in them with at most `size` characters in all,
-    and the number of bytes in the texts."""
+    """Pieces from all of the texts, at most `size` characters, and the bytes of the whole texts."""
     sample, length, n_bytes, share, rng = [], 0, 0, 1.0, random.Random(0)
     for text in texts:
         n_bytes += len(text.encode())
@@ -127,8 +126,7 @@ def _tokenizer(name, pattern, tokens, end_of_text):
 def build_tokenizer(
     kind: str, texts: Iterable[str] = (), vocab_size: int = 0, end_of_text: bool = True
 ) -> tiktoken.Encoding:
-    """The tokenizer `kind`: one of TOKENIZERS, made from the texts, or one of tiktoken's. Raises
-    UserError."""
+    """One of TOKENIZERS, which is made from the texts, or one of tiktoken's. Raises UserError."""
     if kind in TOKENIZERS:
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
     names = ", ".join([*TOKENIZERS, *sorted(tiktoken.list_encoding_names())])
@@ -227,9 +225,6 @@ def _from_json(stored, name):
     order = [vocab["".join(merge).replace(" ", "")] for merge in stored["model"]["merges"]]
     if order != sorted(order):
         raise ValueError("ids that are not in the order of the merges")
-    tokenizer = tiktoken.Encoding(
-        name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
-    )
-    if pattern != ANY_CHARACTER and not has_all_bytes(tokenizer):
-        raise ValueError("bytes are missing, as only a character tokenizer may")
-    return tokenizer
+    if pattern != ANY_CHARACTER and sum(len(token) == 1 for token in ranks) < 256:
+        raise ValueError("bytes are missing, which only a character tokenizer may lack")
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
