@@ -91,6 +91,8 @@ def test_tiktoken_the_stored_file_and_hugging_face_agree(name, tmp_path):
     assert copy.n_vocab == tokenizer.n_vocab == other.get_vocab_size()
     assert copy.eot_token == tokenizer.eot_token == other.token_to_id(END_OF_TEXT)
     assert tokenizer_to_json(copy) == tokenizer_to_json(tokenizer)
+    pieces = [piece for piece, _ in other.pre_tokenizer.pre_tokenize_str("1234567")]
+    assert pieces == regex.findall(tokenizer._pat_str, "1234567")
 
     @fuzzed
     @given(ANY_TEXT)
@@ -168,8 +170,8 @@ def test_the_size_of_a_bpe_includes_bytes_and_end_of_text():
     assert (BPE.n_vocab, BPE.eot_token, BPE.name) == (1000, 999, "bpe")
     assert build_tokenizer("bpe", TEXTS, end_of_text=False).n_vocab == 4096
     assert build_tokenizer("bpe", ["abab abab"], 257).n_vocab == 257
-    with pytest.raises(UserError, match="--vocab_size=300: give at most 260, or more text"):
-        build_tokenizer("bpe", ["abab abab"], 300)  # ab, abab, " abab"
+    with pytest.raises(UserError, match="--vocab_size=261: give at most 260, or more text"):
+        build_tokenizer("bpe", ["abab abab"], 261)  # ab, abab, " abab"
 
 
 def test_a_bpe_is_the_same_in_every_process():
@@ -192,7 +194,7 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
     sample, n_bytes = kinds.draw_sample(texts, 50_000)
     assert n_bytes == len(whole.encode()) and 20_000 < sum(map(len, sample)) <= 50_000
     places = [whole.index(piece) / len(whole) for piece in sample]
-    assert min(places) < 0.2 and max(places) > 0.8
+    assert min(places) < 0.2 and max(places) > 0.8 and 0.3 < sum(places) / len(places) < 0.7
     assert sample == kinds.draw_sample(iter(texts), 50_000)[0]
     assert "".join(kinds.draw_sample(texts, len(whole))[0]) == whole
 
@@ -207,7 +209,7 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
         (20 * 10**6, "ab", "bpe", 4096),
         (10**9, "ab", "bpe", 16_384),
         (10**12, "ab", "bpe", 32_768),
-        (7_500_000, "".join(map(chr, range(0x4E00, 0x4E00 + 2000))), "bpe", 8192),
+        (60_000, "".join(map(chr, range(0x4E00, 0x4E00 + 1000))), "bpe", 2048),
     ],
 )
 def test_the_text_decides_what_its_tokens_are(monkeypatch, n_bytes, characters, name, size):
