@@ -1,149 +1,132 @@
-"""Every tokenizer: tiktoken, our tokenizer.json and Hugging Face's reading agree."""
+"""Every tokenizer: tiktoken, our tokenizer.json and Hugging Face's reading of it agree."""
 
+import collections
+import hashlib
+import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 
+import numpy as np
 import pytest
-import rustbpe
+import regex
+import requests
 import tiktoken
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gptling import tokenizers as kinds
 from gptling.cli import UserError
-from gptling.corpus import embedded_corpus, encode_on_all_cores
+from gptling.corpus import embedded_corpus
 from gptling.tokenizers import (
     BPE_PATTERN,
     END_OF_TEXT,
     GPT2_PATTERN,
-    LETTER_TO_BYTE,
     build_tokenizer,
     bytes_per_token,
+    check_vocab_size,
     encode,
     load_tokenizer,
     start_token,
     tokenizer_to_json,
 )
-from prepare import PrepareConfig, prepare
+from tests.conftest import ROOT
 
 SAMPLES = (
     "The quick brown fox's 12345 jumps; it'll \t\r\n\n  over    the lazy dog!!\n"
-    "Привет, мир! 你好，世界。こんにちは 안녕하세요 שלום عالم नमस्ते ไทย ǅ ﬃ é e\u0301 ½ ² "
+    "Привет, мир! 你好，世界。こんにちは 안녕하세요 שלום عالم नमस्ते ไทย ǅ ﬃ é e\u0301 ½ ² 'ſ "
     "🙂👩\u200d👩\u200d👧🏳\ufe0f\u200d🌈 \u00a0\u2003\u2028\u3000 \x01\x7f <|endoftext>"
 )
-PATTERNS = {
-    "gpt2": GPT2_PATTERN,
-    # As tiktoken's, with possessive quantifiers: cl100k_base and o200k_base.
-    "cl100k": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
-    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
-    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+TEXTS = [SAMPLES, *embedded_corpus().values()]
+# cl100k_base's and o200k_base's, with tiktoken's possessive quantifiers.
+CL100K_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
+    r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+O200K_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+",
+    r"|\s+(?!\S)|\s+"
+)
+# Any text that is valid UTF-8, with many of the characters and words that patterns split at.
+ANY_TEXT = st.lists(
+    st.sampled_from([*SAMPLES, " ", "\n", "'ll", "the", "import", " statement"])
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+).map("".join)
+fuzzed = settings(derandomize=True, deadline=None, database=None, max_examples=300)
+
+
+def with_pattern(pattern):
+    """A BPE with the merges of prepare.py's, for another pattern."""
+    ranks, special = BPE._mergeable_ranks, BPE._special_tokens
+    return tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+BPE = build_tokenizer("bpe", TEXTS, 1000)
+TOKENIZERS = {
+    "char": build_tokenizer("char", [SAMPLES]),
+    "byte": build_tokenizer("byte"),
+    "bpe": BPE,
+    "gpt2's pattern": with_pattern(GPT2_PATTERN),
+    "cl100k_base's pattern": with_pattern(CL100K_PATTERN),
+    "o200k_base's pattern": with_pattern(O200K_PATTERN),
 }
 
 
-def random_texts(n, alphabet, seed=0):
-    rng = random.Random(seed)
-    return ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(n)]
+def store(directory, content):
+    (directory / "tokenizer.json").write_text(content, encoding="utf-8")
+    return directory
 
 
-def unicode_alphabet(seed=0):
-    """Characters of all planes, with many of those that split patterns treat differently."""
-    rng = random.Random(seed)
-    points = [rng.randrange(1, 0x110000) for _ in range(300)]
-    others = [chr(point) for point in points if not 0xD800 <= point < 0xE000]  # no surrogates
-    return list(SAMPLES) * 3 + list(" \n'") * 30 + others
-
-
-def small_bpe(pattern):
-    """A BPE that Hugging Face's trainer made of the samples, as a tiktoken.Encoding."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    regex = tokenizers.Regex(pattern.replace("}+", "}"))
-    split = tokenizers.pre_tokenizers.Split(regex, "isolated")
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator([SAMPLES, *embedded_corpus().values()], trainer)
-    ranks = {
-        bytes(LETTER_TO_BYTE[letter] for letter in token): id
-        for token, id in model.get_vocab().items()
-    }
-    special = {END_OF_TEXT: len(ranks)}
-    return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-
-
-def agree(tokenizer, directory, texts):
-    """tiktoken, its copy through tokenizer.json and Hugging Face's reading of that file agree."""
-    (directory / "tokenizer.json").write_text(tokenizer_to_json(tokenizer), encoding="utf-8")
-    copy = load_tokenizer(directory)
-    other = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tiktoken_the_stored_file_and_hugging_face_agree(name, tmp_path):
+    tokenizer = TOKENIZERS[name]
+    copy = load_tokenizer(store(tmp_path, tokenizer_to_json(tokenizer)))
+    other = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert copy.n_vocab == tokenizer.n_vocab == other.get_vocab_size()
-    for text in texts:
-        ids = tokenizer.encode_ordinary(text)
-        assert copy.encode_ordinary(text) == ids
-        assert other.encode(text).ids == ids
+    assert copy.eot_token == tokenizer.eot_token == other.token_to_id(END_OF_TEXT)
+    assert tokenizer_to_json(copy) == tokenizer_to_json(tokenizer)
+    pieces = [piece for piece, _ in other.pre_tokenizer.pre_tokenize_str("1234567")]
+    assert pieces == regex.findall(tokenizer._pat_str, "1234567")
+
+    @fuzzed
+    @given(ANY_TEXT)
+    def agree(text):
+        if name == "char":
+            text = "".join(character for character in text if character in SAMPLES)
+        ids = encode(tokenizer, text).tolist()
+        assert copy.encode_ordinary(text) == other.encode(text).ids == ids
         assert tokenizer.decode(ids) == copy.decode(ids) == other.decode(ids) == text
+        assert bytes_per_token(copy)[ids].sum() == len(text.encode())
 
-
-@pytest.mark.parametrize("end_of_text", [True, False])
-def test_char_agrees_everywhere(tmp_path, end_of_text):
-    alphabet = sorted(set(unicode_alphabet()))
-    texts = random_texts(3000, alphabet)
-    tokenizer = build_tokenizer("char", ["".join(alphabet), *texts], end_of_text=end_of_text)
-    assert tokenizer.encode_ordinary("".join(alphabet)) == list(range(len(alphabet)))
-    assert tokenizer.n_vocab == len(alphabet) + end_of_text
-    agree(tokenizer, tmp_path, [SAMPLES, *texts])
-
-
-def test_byte_agrees_everywhere(tmp_path):
-    tokenizer = build_tokenizer("byte")
-    texts = [SAMPLES, *random_texts(3000, unicode_alphabet())]
-    assert tokenizer.encode_ordinary(SAMPLES) == list(SAMPLES.encode())
-    agree(tokenizer, tmp_path, texts)
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_bpe_agrees_everywhere(tmp_path, name):
-    agree(small_bpe(PATTERNS[name]), tmp_path, [SAMPLES, *random_texts(3000, unicode_alphabet())])
-
-
-def test_a_bpe_of_ones_own_agrees_everywhere_and_with_its_trainer(tmp_path):
-    """5,000 fuzzed strings, on a tokenizer that prepare.py trained."""
-    texts = [SAMPLES, *embedded_corpus().values()]
-    tokenizer = build_tokenizer("bpe", texts, 1000)
-    assert tokenizer.n_vocab == 1000 and tokenizer.eot_token == 999
-    assert build_tokenizer("bpe", texts).n_vocab == 4096
-    trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(texts), 999, pattern=BPE_PATTERN)
-    fuzzed = random_texts(2500, unicode_alphabet()) + random_texts(2500, texts[1] + SAMPLES, seed=1)
-    agree(tokenizer, tmp_path, fuzzed)
-    for text in fuzzed:
-        assert trainer.encode(text) == tokenizer.encode_ordinary(text)
+    agree()
 
 
 @pytest.mark.slow
-def test_gpt2_agrees_everywhere(tmp_path, gpt2_encoding):
-    agree(gpt2_encoding, tmp_path, [SAMPLES, *random_texts(3000, unicode_alphabet())])
+def test_gpt2_agrees_everywhere(gpt2_encoding, tmp_path, monkeypatch):
+    monkeypatch.setitem(TOKENIZERS, "gpt2", gpt2_encoding)
+    test_tiktoken_the_stored_file_and_hugging_face_agree("gpt2", tmp_path)
     assert start_token(load_tokenizer(tmp_path)) == 50256
 
 
 def test_the_published_form_of_gpt2s_file_is_read(tmp_path, gpt2_encoding):
-    """Hugging Face's own file has no pattern: ByteLevel stands for GPT-2's."""
-    tokenizer = json.loads(tokenizer_to_json(gpt2_encoding))
-    tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False}
-    tokenizer["model"]["vocab"][END_OF_TEXT] = 50256
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    tokenizer = load_tokenizer(tmp_path)
-    for text in [SAMPLES, *random_texts(1000, unicode_alphabet())]:
-        assert tokenizer.encode_ordinary(text) == gpt2_encoding.encode_ordinary(text)
+    """Hugging Face's own file has no pattern: ByteLevel implies GPT-2's."""
+    stored = json.loads(tokenizer_to_json(gpt2_encoding))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    stored |= {"normalizer": None, "pre_tokenizer": byte_level, "post_processor": byte_level}
+    stored["model"]["vocab"][END_OF_TEXT] = 50256
+    stored["model"]["merges"] = [" ".join(merge) for merge in stored["model"]["merges"]]
+    tokenizer = load_tokenizer(store(tmp_path, json.dumps(stored)))
+    assert tokenizer.encode_ordinary(SAMPLES) == gpt2_encoding.encode_ordinary(SAMPLES)
+    assert tokenizer.eot_token == 50256
 
 
-def test_tokens_in_any_order_are_written_so_that_hugging_face_merges_as_tiktoken():
+def test_tokens_in_any_order_are_stored_so_that_hugging_face_merges_as_tiktoken():
     """A kind of tokenizer need not give its ids in the order of merges, as a trained BPE does."""
     for seed in range(150):
         rng = random.Random(seed)
@@ -152,47 +135,125 @@ def test_tokens_in_any_order_are_written_so_that_hugging_face_merges_as_tiktoken
         }
         tokens = [bytes([i]) for i in range(256)] + [word.encode() for word in sorted(words)]
         rng.shuffle(tokens)
-        ranks = {token: i for i, token in enumerate(tokens)}
-        special = {END_OF_TEXT: len(ranks)}
-        tokenizer = tiktoken.Encoding(
-            "any", pat_str=BPE_PATTERN, mergeable_ranks=ranks, special_tokens=special
-        )
+        tokenizer = kinds._tokenizer("any", BPE_PATTERN, tokens, end_of_text=True)
         other = tokenizers.Tokenizer.from_str(tokenizer_to_json(tokenizer))
-        for text in random_texts(60, "abcabcabc ", seed):
+        for _ in range(60):
+            text = "".join(rng.choices("abcabcabc ", k=rng.randrange(60)))
             assert other.encode(text).ids == tokenizer.encode_ordinary(text), (words, text)
 
 
-def test_a_tokenizer_that_the_file_cannot_express_is_refused():
-    ranks = {b"a": 0, b"b": 1, b"ab": 2, b" ": 3}
-    tokenizer = tiktoken.Encoding(
-        "mine", pat_str=r"\s|\S+", mergeable_ranks=ranks, special_tokens={}
+def test_each_merge_of_a_bpe_is_the_most_frequent_pair():
+    text = TEXTS[1][:20_000] + SAMPLES
+    words = collections.Counter(
+        tuple(bytes([byte]) for byte in word.encode()) for word in regex.findall(BPE_PATTERN, text)
     )
-    with pytest.raises(UserError, match="lack bytes"):
-        tokenizer_to_json(tokenizer)
+    ranks = build_tokenizer("bpe", [text], 400)._mergeable_ranks
+    assert {bytes([i]) for i in range(256)} == set(sorted(ranks, key=ranks.get)[:256])
+    for token in sorted(ranks, key=ranks.get)[256:]:
+        pairs = collections.Counter()
+        for word, count in words.items():
+            for pair in itertools.pairwise(word):
+                pairs[pair] += count
+        (pair,) = [pair for pair in pairs if b"".join(pair) == token]
+        assert pairs[pair] == max(pairs.values())
+        merged = collections.Counter()
+        for word, count in words.items():
+            parts = []
+            for part in word:
+                whole = bool(parts) and (parts[-1], part) == pair
+                parts[-whole:] = [parts[-1] + part] if whole else [*parts, part]
+            merged[tuple(parts)] += count
+        words = merged
 
 
-def test_a_new_kind_of_tokenizer_is_one_entry_in_the_table(tmp_path, monkeypatch):
+def test_the_size_of_a_bpe_includes_bytes_and_end_of_text():
+    assert (BPE.n_vocab, BPE.eot_token, BPE.name) == (1000, 999, "bpe")
+    assert build_tokenizer("bpe", TEXTS, end_of_text=False).n_vocab == 4096
+    assert build_tokenizer("bpe", ["abab abab"], 257).n_vocab == 257
+    with pytest.raises(UserError, match="--vocab_size=261: give at most 260, or more text"):
+        build_tokenizer("bpe", ["abab abab"], 261)  # ab, abab, " abab"
+
+
+def test_a_bpe_is_the_same_in_every_process():
+    code = "from gptling.corpus import embedded_corpus; from gptling.tokenizers import *; "
+    code += "print(tokenizer_to_json(build_tokenizer('bpe', embedded_corpus().values(), 1000)))"
+    digests = set()
+    for threads in ("1", "4"):
+        environment = os.environ | {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        command = [sys.executable, "-c", code]
+        out = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+        assert not out.stderr
+        digests.add(hashlib.sha256(out.stdout).hexdigest())
+    assert len(digests) == 1
+
+
+def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
+    monkeypatch.setattr(kinds, "SAMPLE_PIECE", 1000)
+    texts = [f"{i} grüne bottles\n" * 100 for i in range(300)]
+    whole = "".join(texts)
+    sample, n_bytes = kinds.draw_sample(texts, 50_000)
+    assert n_bytes == len(whole.encode()) and 20_000 < sum(map(len, sample)) <= 50_000
+    places = [whole.index(piece) / len(whole) for piece in sample]
+    assert min(places) < 0.2 and max(places) > 0.8 and 0.3 < sum(places) / len(places) < 0.7
+    assert sample == kinds.draw_sample(iter(texts), 50_000)[0]
+    assert "".join(kinds.draw_sample(texts, len(whole))[0]) == whole
+
+
+@pytest.mark.parametrize(
+    "n_bytes, characters, name, size",
+    [
+        (49_999, "ab", "char", 3),
+        (50_000, "ab", "bpe", 512),
+        (499_999, "ab", "bpe", 512),
+        (10**6, "ab", "bpe", 2048),
+        (20 * 10**6, "ab", "bpe", 4096),
+        (10**9, "ab", "bpe", 16_384),
+        (10**12, "ab", "bpe", 32_768),
+        (60_000, "".join(map(chr, range(0x4E00, 0x4E00 + 1000))), "bpe", 2048),
+    ],
+)
+def test_the_text_decides_what_its_tokens_are(monkeypatch, n_bytes, characters, name, size):
+    def train(texts, vocab_size):
+        return kinds._tokenizer("bpe", "a", [b"%d" % i for i in range(vocab_size - 1)], True)
+
+    monkeypatch.setattr(kinds, "draw_sample", lambda texts, size: ([characters], n_bytes))
+    monkeypatch.setattr(kinds, "_train_bpe", train)
+    tokenizer = build_tokenizer("auto", [characters])
+    assert (tokenizer.name, tokenizer.n_vocab) == (name, size)
+
+
+def test_auto_takes_a_given_size_and_fewer_tokens_for_a_repetitive_text():
+    assert build_tokenizer("auto", TEXTS, 300).n_vocab == 300
+    tokenizer = build_tokenizer("auto", ["12 green bottles\n" * 5000])
+    assert tokenizer.name == "bpe" and 257 < tokenizer.n_vocab < 300
+    assert len(encode(tokenizer, "12 green bottles\n")) == 4  # 12, " green", ...
+
+
+def test_a_new_kind_of_tokenizer_is_one_entry_in_the_table(monkeypatch):
     def make_words(texts, vocab_size, end_of_text):
         words = sorted({word for text in texts for word in text.split(" ")})
         tokens = [bytes([i]) for i in range(256)]
         tokens += [word.encode() for word in words if len(word) > 1]
-        ranks = {token: i for i, token in enumerate(tokens)}
-        special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
-        return tiktoken.Encoding(
-            "words", pat_str=r" |[^ ]+", mergeable_ranks=ranks, special_tokens=special
-        )
+        return kinds._tokenizer("words", r" |[^ ]+", tokens, end_of_text)
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(kinds.TOKENIZERS, "words", make_words)
-    (tmp_path / "a.txt").write_text("to be or not to be that is the question " * 30)
-    data = prepare(PrepareConfig(("a.txt",), "words"))
-    tokenizer = load_tokenizer(data)
-    assert tokenizer.n_vocab == 256 + len("to be or not that is the question".split())
-    question = [tokenizer.encode_single_token(word) for word in ("question", " ", "to")]
-    assert encode(tokenizer, "question to").tolist() == question
-    other = tokenizers.Tokenizer.from_file(str(data / "tokenizer.json"))
+    check_vocab_size("words", 300)
+    tokenizer = build_tokenizer("words", ["to be or not to be that is the question"])
+    assert tokenizer.n_vocab == 256 + 8 + 1
+    other = tokenizers.Tokenizer.from_str(tokenizer_to_json(tokenizer))
     assert other.encode("the questions to be").ids == tokenizer.encode("the questions to be")
-    assert PrepareConfig(("a.txt",), "words", vocab_size=300).vocab_size == 300
+
+
+@pytest.mark.parametrize("kind, size", [("char", 300), ("gpt2", 300), ("bpe", 256), ("bpe", 10**7)])
+def test_sizes_that_a_tokenizer_cannot_have(kind, size):
+    with pytest.raises(ValueError, match=f"--vocab_size={size}"):
+        check_vocab_size(kind, size)
+
+
+def test_char_has_the_characters_of_the_texts_in_unicode_order():
+    tokenizer = build_tokenizer("char", ["🙂b", "aé\U0010ffff"])
+    assert tokenizer.decode(range(5)) == "abé🙂\U0010ffff" and tokenizer.eot_token == 5
+    assert build_tokenizer("char", ["ba"], end_of_text=False).n_vocab == 2
 
 
 def test_byte_does_not_read_the_texts():
@@ -200,76 +261,95 @@ def test_byte_does_not_read_the_texts():
         raise AssertionError("read")
         yield
 
-    assert build_tokenizer("byte", texts(), end_of_text=False).n_vocab == 256
+    tokenizer = build_tokenizer("byte", texts(), end_of_text=False)
+    assert encode(tokenizer, SAMPLES).tolist() == list(SAMPLES.encode())
 
 
-def test_an_unknown_kind_is_refused_with_what_there_is():
-    with pytest.raises(UserError, match=r"bqe.*char, byte, bpe, .*gpt2"):
-        build_tokenizer("bqe")
-
-
-def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
-    monkeypatch.setattr(kinds, "SAMPLE_PIECE", 1000)
-    texts = [f"{i} green bottles\n" * 100 for i in range(300)]
-    whole = "".join(texts)
-    sample = kinds.draw_sample(texts, 50_000)
-    assert 20_000 < sum(map(len, sample)) <= 50_000
-    places = [whole.index(piece) / len(whole) for piece in sample]
-    assert min(places) < 0.2 and max(places) > 0.8
-    assert sample == kinds.draw_sample(iter(texts), 50_000)
-    assert "".join(kinds.draw_sample(texts, len(whole))) == whole
-
-
-def test_a_strangers_pattern_loses_no_text_in_threads(tmp_path):
-    """tiktoken leaves out what no match covers: copies for threads have the pattern made safe."""
-    tokenizer = json.loads(tokenizer_to_json(build_tokenizer("byte")))
-    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "a+"
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    tokenizer = load_tokenizer(tmp_path)
-    ((_, ids),) = encode_on_all_cores(tokenizer, [(0, "aa bb")])
-    assert tokenizer.decode(ids.tolist()) == "aa bb"
-
-
-def test_bytes_per_token_add_up_to_the_text():
-    tokenizer = build_tokenizer("char", [SAMPLES])
-    lengths = bytes_per_token(tokenizer)
-    assert lengths[encode(tokenizer, SAMPLES)].sum() == len(SAMPLES.encode())
-    assert lengths[tokenizer.eot_token] == 0
+def test_bytes_per_token_are_those_of_each_token():
+    assert bytes_per_token(build_tokenizer("char", ["aé你🙂"])).tolist() == [1, 2, 3, 4, 0]
+    ranks = {b"a": 0, b"abc": 3}  # ids 1 and 2 are gaps
+    gaps = tiktoken.Encoding("", pat_str=".", mergeable_ranks=ranks, special_tokens={"x": 5})
+    assert bytes_per_token(gaps).tolist() == [1, 0, 0, 3, 0, 0]
 
 
 def test_special_text_is_plain_text():
-    tokenizer = build_tokenizer("byte")
-    assert encode(tokenizer, END_OF_TEXT).tolist() == list(END_OF_TEXT.encode())
+    ids = encode(build_tokenizer("byte"), END_OF_TEXT)
+    assert ids.tolist() == list(END_OF_TEXT.encode()) and ids.dtype == np.uint32
 
 
-def test_an_unknown_character_is_named_with_its_place():
-    tokenizer = build_tokenizer("char", ["ab\n"], end_of_text=False)
-    with pytest.raises(UserError, match=r"line 2, column 3.*'🙂' \(U\+1F642\)"):
-        encode(tokenizer, "ab\nab🙂")
+def test_an_unknown_character_is_named():
+    with pytest.raises(UserError, match=r"--prompt: the tokenizer lacks '🙂' \(U\+1F642\)"):
+        encode(build_tokenizer("char", ["ab"]), "ab🙂", "--prompt")
+    with pytest.raises(UserError, match="--prompt is not valid UTF-8"):
+        encode(build_tokenizer("byte"), "a\udce9", "--prompt")
 
 
-def test_empty_prompt_starts_from_end_of_text_or_a_newline():
+def test_an_empty_prompt_starts_from_end_of_text_or_a_newline():
     for alphabet, end_of_text, first in (("ab\n", True, 3), ("\tab\n", False, 1), ("ab", False, 0)):
         assert start_token(build_tokenizer("char", [alphabet], 0, end_of_text)) == first
-    assert start_token(build_tokenizer("byte", end_of_text=False)) == ord("\n")
 
 
-def test_merges_in_another_order_than_their_ids_are_refused(tmp_path):
-    """tiktoken merges by id, Hugging Face by the list: texts would get other tokens."""
-    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256, b"abc": 257, b"de": 258}
-    bpe = tiktoken.Encoding("bpe", pat_str=BPE_PATTERN, mergeable_ranks=ranks, special_tokens={})
-    stored = json.loads(tokenizer_to_json(bpe))
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-    load_tokenizer(tmp_path)
-    merges = stored["model"]["merges"]
-    merges[0], merges[-1] = merges[-1], merges[0]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
-    with pytest.raises(UserError, match="order of the merges"):
+def test_a_tokenizer_that_is_unknown_or_out_of_reach_is_one_line(monkeypatch):
+    with pytest.raises(UserError, match=r"bqe.*char, byte, bpe, .*gpt2"):
+        build_tokenizer("bqe")
+
+    def offline(name):
+        raise requests.ConnectionError("many words")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(UserError, match=r"'gpt2'.*ConnectionError.*TIKTOKEN_CACHE_DIR"):
+        build_tokenizer("gpt2")
+
+
+def stranger():
+    """The file of a BPE that Hugging Face's tokenizers trained, as GPT-2's: ByteLevel alone."""
+    byte_level, trainers = tokenizers.pre_tokenizers.ByteLevel, tokenizers.trainers
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    options = dict(vocab_size=500, initial_alphabet=byte_level.alphabet(), show_progress=False)
+    special = [END_OF_TEXT, "<pad>"]  # they come first
+    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(special_tokens=special, **options))
+    return tokenizer
+
+
+def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path):
+    other = stranger()
+    tokenizer = load_tokenizer(store(tmp_path, other.to_str()))
+    assert (tokenizer.n_vocab, tokenizer.eot_token) == (500, 0)
+    assert tokenizer.special_tokens_set == {END_OF_TEXT, "<pad>"}
+    for text in TEXTS:
+        assert tokenizer.encode_ordinary(text) == other.encode(text).ids
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+STORED = json.loads(stranger().to_str())
+MERGES, VOCAB = STORED["model"]["merges"], STORED["model"]["vocab"]
+CHANGES = {
+    "lower case": {"normalizer": {"type": "Lowercase"}},
+    "start of text": {"post_processor": {"type": "TemplateProcessing"}},
+    "prefix space": {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
+    "no pattern": {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
+    "whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
+    "digits": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}},
+    "digits alone": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS]}},
+    "other merges": {"model": {"vocab": VOCAB, "merges": MERGES[::-1]}},
+    "a byte less": {"model": {"vocab": {k: VOCAB[k] for k in VOCAB if k != "Ċ"}, "merges": MERGES}},
+    "no byte": {"model": {"vocab": VOCAB | {"中": 1000}, "merges": MERGES}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_tiktoken_would_encode_otherwise_is_refused(tmp_path, change):
+    stored = STORED | CHANGES[change]
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a byte-level BPE"):
+        load_tokenizer(store(tmp_path, json.dumps(stored)))
+
+
+def test_a_tokenizer_json_that_is_missing_or_damaged_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"no tokenizer\.json.*save_pretrained"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"pre_tokenizer": {"type": "Whitespace"}}'])
-def test_another_tokenizer_json_is_refused(tmp_path, content):
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=r"tokenizer\.json"):
-        load_tokenizer(tmp_path)
+    for content in ("", "[]", "{}", tokenizer_to_json(BPE)[:-10]):
+        with pytest.raises(UserError, match=r"tokenizer\.json"):
+            load_tokenizer(store(tmp_path, content))
