@@ -36,9 +36,9 @@ from gptling.dataset import Dataset, micro_batches, seed_generators
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
 from gptling.loss import objective_and_parts, use_loss_in_pieces
-from gptling.plan import plan_run
 from gptling.muon import Muon
 from gptling.optim import check_finite, load_states
+from gptling.plan import plan_run
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
@@ -182,7 +182,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 
 def main():
     # ------------------------------------------------------------ configuration, and the run so far
-    config, given, kept, derived = load(TrainConfig, __doc__, presets=True)
+    config, given, kept, _ = load(TrainConfig, __doc__, presets=True)
     if config.minutes and "minutes" in given and (config.resume or config.eval_only):
         raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
