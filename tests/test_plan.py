@@ -299,8 +299,9 @@ def test_a_plan_fits_into_memory():
     much, little = (Simulator(BOOKS, 10_000, 1e13, m, **sizes).plan() for m in (1e12, 1e10))
     assert tokens_per_step(much) == tokens_per_step(little)
     assert little["gradient_accumulation_steps"] > 1 == much["gradient_accumulation_steps"]
-    given = Simulator(BOOKS, 10_000, 1e13, 1e10, batch_size=64, **sizes).plan()
-    assert given["gradient_accumulation_steps"] == 1
+    planner = Simulator(BOOKS, 10_000, 1e13, 1e10, batch_size=64, **sizes)
+    assert planner.plan()["gradient_accumulation_steps"] == 1
+    assert {timed["block_size"] for timed in planner.timed} == {512}
 
 
 def test_a_machine_that_is_too_slow_trains_one_step_and_evaluates_one_sequence():
@@ -337,19 +338,22 @@ def planner(trained, monkeypatch):
     ],
 )
 def test_a_step_is_all_its_micro_batches_and_an_update(
-    slow, compiles, seconds, n_steps, compiling, planner
+    slow, compiles, seconds, n_steps, compiling, planner, monkeypatch
 ):
-    clock, steps, shapes = planner.clock, [], set()
+    clock, steps, shapes, resets = planner.clock, [], set(), []
+    monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(True))
 
     class Model(torch.nn.Linear):
         def forward(self, idx, targets):
             clock[0] += slow if len(steps) % 5 < 2 else 2 * slow  # bursts of other work
             shapes.add(idx.shape)
+            assert 2 < targets.max() < planner.vocab_size
             return None, super().forward(torch.ones(1, 1)).sum()
 
     class Optimizer(torch.optim.SGD):
         def step(self):
             clock[0] += 0.02
+            assert model.weight.grad.item() == 3  # of all micro-batches, and of no step before
             steps.append(clock[0])
 
     def build(config, data):
@@ -363,7 +367,7 @@ def test_a_step_is_all_its_micro_batches_and_an_update(
     planner.set_up = build
     fields = {"n_embd": 48, "batch_size": 5, "block_size": 8, "gradient_accumulation_steps": 3}
     assert planner.time_step(fields) == pytest.approx(seconds)
-    assert len(steps) == n_steps and shapes == {(5, 8)}
+    assert len(steps) == n_steps and shapes == {(5, 8)} and len(resets) == compiles
     assert planner.compiling == pytest.approx(compiling)
     spent = clock[0] - 40  # since the program's start; the run compiles, too
     assert planner.seconds_left() == pytest.approx(600 - spent - compiling)
