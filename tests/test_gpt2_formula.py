@@ -1,5 +1,5 @@
-"""The formula of a GPT-2 against transformers. No test here is marked gpt2: tests with that mark are
-skipped if the formula says that model.py is changed, so a wrong formula would skip them all."""
+"""The formula of a GPT-2 against transformers. No test here is marked gpt2: tests with that mark
+are skipped if the formula says that model.py is changed, so a wrong formula would skip them all."""
 
 import pytest
 import torch
