@@ -453,7 +453,9 @@ def test_a_size_that_a_flag_changes_is_named_and_no_change_of_the_model(tmp_path
 def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path):
     """GPT-2's config.json does not say that it has biases; the quick start has none."""
     theirs = {"model_type": "gpt2", "n_positions": 32, "n_embd": 48, "n_layer": 3, "n_head": 3}
-    (tmp_path / "config.json").write_text(json.dumps(theirs | {"vocab_size": 77}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(theirs | {"vocab_size": 77, "resid_pdrop": 0.5})
+    )
     config, given, *_ = cli.load(TrainConfig, "", ["--dropout=0.2"], presets=True)
     assert take_sizes(config, given, GPT, tmp_path) == 32
     sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
@@ -461,19 +463,25 @@ def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path
     for block_size, eval_only, longest in ((8, False, 8), (8, True, 32)):
         config = TrainConfig(block_size=block_size, eval_only=eval_only, init_from="any")
         take_sizes(config, {}, GPT, tmp_path)
-        assert config.block_size == longest
+        assert config.block_size == longest and config.dropout == 0.0, "its dropout is not a size"
     with pytest.raises(UserError, match=r"--block_size=33: .* has 32"):
         take_sizes(TrainConfig(block_size=33), {"block_size": 33}, GPT, tmp_path)
 
 
 @pytest.mark.parametrize("multiple, vocab_size", [(1, 27), (8, 32), (27, 27)])
-def test_a_new_model_has_the_tokenizers_vocabulary_rounded_up(multiple, vocab_size):
+def test_a_new_model_has_the_tokenizers_vocabulary_rounded_up(multiple, vocab_size, tmp_path):
     tokenizer = build_tokenizer("char", "abcdefghijklmnopqrstuvwxyz", end_of_text=True)
     data = SimpleNamespace(tokenizer=tokenizer, tokenizer_json=tokenizer_to_json(tokenizer))
+    data.check_tokenizer = lambda *_: None
     config = TrainConfig(vocab_multiple=multiple, n_embd=16)
     model = build_model(GPT, config, data, None)
     assert model.training and model.wte.weight.shape == (vocab_size, 16)
     assert model.valid_tokens.tolist() == [True] * 27 + [False] * (vocab_size - 27)
+    save(model, tmp_path)  # without a tokenizer, by which loading would know its tokens
+    config.dropout, config.vocab_size = 0.1, vocab_size
+    again = build_model(GPT, config, data, tmp_path)
+    assert again.training and again.h[0].mlp.dropout == 0.1
+    assert torch.equal(again.valid_tokens, model.valid_tokens)
 
 
 @pytest.mark.slow
