@@ -81,7 +81,7 @@ def t_quantile(df: int) -> float:
     """Return the two-sided 95 % quantile of Student's t with `df` degrees of freedom."""
     table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
     # Beyond the table, the series in 1 / df: Abramowitz and Stegun 1964, 26.7.5.
-    return table[df - 1] if df <= len(table) else 1.95996 + 2.3723 / df + 2.8224 / df**2
+    return table[df - 1] if df <= len(table) else 1.96 + (2.372 + (2.822 + 2.556 / df) / df) / df
 
 
 def judge(differences: list[float], ratios: list[float]) -> str:
