@@ -42,7 +42,7 @@ MAX_ITERS = "import train as t; print(t.load(t.TrainConfig, '', presets=True)[0]
 class CompareConfig:
     patches: tyro.conf.Positional[tuple[str, ...]] = ()  # of the working tree
     seeds: int = 3  # pairs of runs, with --seed=1, 2, ...
-    prepare: str = ""  # have each side prepare its data; arguments of prepare.py: "my.txt"
+    prepare: str = ""  # have each side prepare its data, with arguments of prepare.py: "my.txt"
 
 
 def execute(*command: str, stdin: bytes = b"", cwd: Path | None = None) -> bytes:
@@ -96,7 +96,7 @@ def judge(differences: list[float], ratios: list[float]) -> str:
     if size > half:
         verdict = "better" if mean < 0 else "worse"
         return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
-    interval = f"{mean - half:+.4f} to {mean + half:+.4f} bits per byte, minus is better"
+    interval = f"{mean - half:+.4f} to {mean + half:+.4f} bits per byte, negative is better"
     if max(ratios) > 1.1 * min(ratios):
         return f"the times vary too much to say ({interval}); delete out/compare and try again"
     return f"no difference that {n} seeds can show ({interval})"
@@ -123,8 +123,8 @@ def find_sides(config: CompareConfig, flags: list[str]) -> list[Side]:
 
 
 def make_folders(sides: list[Side]):
-    """Write each side's files to its folder and prepare its data. A folder that is there from the
-    same command and the same files stays as it is, for finished runs are kept in it."""
+    """Write each side's files to its folder and prepare its data. A folder stays unchanged if the
+    same command has written the same files to it, because it has the finished runs."""
     read = [Path(word) for side in sides for word in side.flags + side.prepare]
     times = [path.stat().st_mtime_ns for path in read if path.exists()]
     key = hashlib.sha256(repr((sides, times)).encode()).hexdigest()
@@ -215,7 +215,7 @@ def main():
         losses[side.name] = [[log[-1]["bits_per_byte"] for log in logs] for logs in side.logs]
         cells = [side.name, f"{side.logs[0][0][-1]['parameters']:,}", spread(side.ratios, 2)]
         print(f"| {' | '.join([*cells, *(spread(values, 3) for values in losses[side.name])])} |")
-    print("\nMean difference of the pairs with a seed each; 95 % interval by Student's t:\n")
+    print("\nMean difference over pairs with the same seed, 95 % interval (Student's t):\n")
     for side in others:
         for i, ratios in enumerate(([1.0], side.ratios)):
             pairs = zip(losses[first.name][i], losses[side.name][i], strict=True)

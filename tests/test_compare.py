@@ -125,7 +125,7 @@ def test_the_interval_is_that_of_paired_differences():
 
 def test_a_difference_within_the_interval_is_not_called_one():
     # mean -0.01, standard deviation 0.02, of 3: half a width of 4.3027 * 0.02 / sqrt(3)
-    interval = "(-0.0597 to +0.0397 bits per byte, minus is better)"
+    interval = "(-0.0597 to +0.0397 bits per byte, negative is better)"
     differences = [-0.03, 0.01, -0.01]
     assert judge(differences, [1.0]) == f"no difference that 3 seeds can show {interval}"
     close, far = [1.0, 1.05, 1.09], [1.0, 1.05, 1.11]
