@@ -1,443 +1,229 @@
-"""Is my change better? Trains both versions of the code, and says what is more than luck.
+"""Is my change better? Trains both versions of the code and says what is more than luck.
 
     python -m gptling.compare                              # the working tree and the last commit
     python -m gptling.compare docs/experiments/rope.patch  # patches, each and the working tree
     python -m gptling.compare --seeds 5 -- config/shakespeare_char_cpu.toml --max_iters=200
 
-After -- come presets and flags for train.py, of all sides; a patch may have its own ("# flags:",
-and "# prepare:" for prepare.py). Each side is copied to out/compare/sides/ and trained by its own
-train.py there, a run at a time, and validated on the whole split. Which has the lower loss after as
-many steps, and which in as much time, as short runs in turns measure it? Writes
-out/compare/NAME/curves.png and a line for each question in out/compare/results.tsv; finished runs
-stay in out/compare/runs/.
+Presets and flags after -- are for train.py on all sides. A patch may add its own in a line
+"# flags: ...", and flags for prepare.py in a line "# prepare: ...". Each side is copied to
+out/compare/NAME. Which has the lower loss after the same number of steps, and which in the same
+time? After Ctrl-C, the same command continues after the last finished run.
 
-References: Student 1908, https://doi.org/10.1093/biomet/6.1.1, of paired differences;
-Okabe and Ito 2008, colours for the colour-blind too, https://jfly.uni-koeln.de/color/
+References: Student 1908, paired differences, https://doi.org/10.1093/biomet/6.1.1
 """
 
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
-import platform
 import re
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import time
-from collections import defaultdict
+import tarfile
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
 import tyro
-from tqdm import tqdm
 
-from gptling.cli import CONFIG, PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import CONFIG, UserError, load, run
 from gptling.files import lock_directory, replace
 
 ROOT = CONFIG.parent
 OUT = ROOT / "out" / "compare"
-UNTRAINED = ["docs", "tests", "*.md", "*.patch", "gptling/compare.py"]  # training reads none
-TURNS, SHORT = 6, 40  # short runs of each side that measure the time of a step, and their steps
-OWN_FLAGS = re.compile("--(seed|out.dir|eval.tokens|log.interval)\\b")
+MAX_ITERS = "import train as t; print(t.load(t.TrainConfig, '', presets=True)[0].max_iters)"
 
 
 @dataclass
 class CompareConfig:
-    # patches of the working tree; without any, that is compared with the last commit
-    patches: tyro.conf.Positional[tuple[str, ...]] = ()
-    seeds: PositiveInt = 3  # pairs of runs, with --seed=1, 2, ...
-    equal: Literal["steps", "time", "both"] = "both"  # what all sides get as much of
-    prepare: str = ""  # words for prepare.py ("my.txt --tokenizer=bpe"); else data/NAME as it lies
+    patches: tyro.conf.Positional[tuple[str, ...]] = ()  # of the working tree
+    seeds: int = 3  # pairs of runs, with --seed=1, 2, ...
+    prepare: str = ""  # have each side prepare its data, with arguments of prepare.py: "my.txt"
 
-    def __post_init__(self):
-        check_numbers(self)
+
+def execute(*command: str, stdin: bytes = b"", cwd: Path | None = None) -> bytes:
+    """Run a program and return what it prints. If it fails, exit with its last lines."""
+    # Without a ceiling, git apply would take a side's folder for a part of the repository.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(OUT)}
+    process = subprocess.run(command, cwd=cwd, env=environment, input=stdin, capture_output=True)
+    if process.returncode:
+        sys.exit(f"{shlex.join(command)}:\n{process.stderr.decode('utf-8', 'replace')[-2000:]}")
+    return process.stdout
 
 
 @dataclass
 class Side:
-    """A version of the code, in a folder of its own, and what came out of it."""
+    """A version of the code, and what came out of its runs."""
 
     name: str
-    tree: str  # git's name of its files
+    files: dict[str, bytes]
     flags: list[str]  # for its train.py
     prepare: list[str]  # for its prepare.py
-    key: str = ""  # hash of files, flags, data, PyTorch and machine
-    steps: int = 0  # of a run
-    quartiles: list[float] = field(default_factory=lambda: [1.0] * 3)  # of the time of a step
-    logs: dict = field(default_factory=lambda: defaultdict(list))  # of each question, by seed
-    failed: str = ""  # the last lines that it wrote
+    patch: bytes = b""
+    logs: tuple = field(default_factory=lambda: ([], []))  # for each question, seed by seed
+    ratios: list[float] = field(default_factory=list)  # time of a step over the first side's
 
     @property
     def folder(self) -> Path:
-        return OUT / "sides" / self.name
+        return OUT / self.name
 
-    @property
-    def time(self) -> str:
-        """Of a step, over the first side's: median and quartiles of the turns."""
-        return "{1:.2f} ({0:.2f} to {2:.2f})".format(*self.quartiles)
-
-    def losses(self, question: str, unit: str) -> list[float]:
-        """The last loss of each run, in "nats per byte" or "bits per byte"."""
-        scale = math.log(2) if unit == "nats per byte" else 1
-        return [scale * log[-1]["bits_per_byte"] for log in self.logs[question]]
-
-    def why_no_losses(self, question: str) -> str:
-        ends = [log[-1] for log in self.logs[question]]
-        if any("failed" in end for end in ends):
-            return "failed"
-        bits = enumerate((end.get("bits_per_byte", math.nan) for end in ends), 1)
-        diverged = [str(seed) for seed, loss in bits if not math.isfinite(loss)]
-        return f"diverged with seed {', '.join(diverged)}" if diverged else ""
-
-
-# ------------------------------------------------------------------ what is more than luck
+    def run(self, script: str, *flags: str) -> bytes:
+        """Run one of its scripts with flags and its own presets in config/."""
+        words = [str(self.folder / word) if word in self.files else word for word in flags]
+        return execute(sys.executable, str(self.folder / script), *words)
 
 
 def t_quantile(df: int) -> float:
-    """The two-sided 95 % quantile of Student's t with `df` degrees of freedom. With
-    t = sqrt(df) tan(a), the density of a is as cos(a)^(df - 1)."""
-    a, step = np.linspace(0, math.pi / 2, 10_000, endpoint=False, retstep=True)
-    below = np.cumsum(np.cos(a + step / 2) ** (df - 1))
-    return math.sqrt(df) * math.tan(np.interp(0.95 * below[-1], below, a + step))
+    """Return the two-sided 95 % quantile of Student's t with `df` degrees of freedom."""
+    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+    # Beyond the table, the series in 1 / df: Abramowitz and Stegun 1964, 26.7.5.
+    return table[df - 1] if df <= len(table) else 1.96 + (2.372 + (2.822 + 2.556 / df) / df) / df
 
 
-def judge(differences: list[float], unit: str) -> tuple[list[float], str, str]:
-    """([mean, lowest, highest], verdict, sentence) of the second side's losses less the first's,
-    seed by seed: the mean's 95 % interval, by Student's t of paired differences."""
+def judge(differences: list[float], ratios: list[float]) -> str:
+    """Say what differences of losses show: the second side's minus the first's, seed by seed.
+    ratios: how many times as long the second side's steps took."""
     n, mean = len(differences), statistics.mean(differences)
     if not any(differences):
-        return [0.0] * 3, "same", "no difference at all: equal losses, seed by seed"
+        return "no difference at all: equal losses, seed by seed"
     if n == 1:
-        sentence = f"{mean:+.4f} {unit} with one seed, which cannot say whether that is luck"
-        return [mean, math.nan, math.nan], "unknown", sentence
-    deviation, more = statistics.stdev(differences), 2 * n - 1
-    half, half_of_more = (t_quantile(m - 1) * deviation / math.sqrt(m) for m in (n, more))
-    low, high = mean - half, mean + half
-    if low <= 0 <= high:
-        sentence = f"no difference that {n} seeds can show ({low:+.4f} to {high:+.4f} {unit}, minus"
-        sentence += f" is better); of {more} that vary as much it would be ±{half_of_more:.4f}"
-        return [mean, low, high], "not shown", sentence
-    verdict, (least, most) = "better" if mean < 0 else "worse", sorted((abs(low), abs(high)))
-    sentence = f"{verdict} by {abs(mean):.4f} {unit} ({least:.4f} to {most:.4f})"
-    return [mean, low, high], verdict, sentence
-
-
-def answer(first: Side, second: Side, question: str) -> tuple[list[float], str, str]:
-    """What judge says, or why there is nothing to judge."""
-    for side in (first, second):
-        if reason := side.why_no_losses(question):
-            return [math.nan] * 3, reason.split()[0], f"{side.name} {reason}"
-    ends = [side.logs[question][0][-1] for side in (first, second)]
-    n_bytes = [end["val_tokens"] * end["val_loss"] / end["bits_per_byte"] for end in ends]
-    if abs(n_bytes[0] - n_bytes[1]) > 100:  # tokenizers leave out a first token each
-        return [math.nan] * 3, "incomparable", "the sides validate on texts of other lengths"
-    same_tokens = ends[0]["val_tokens"] == ends[1]["val_tokens"]
-    unit = "nats per byte" if same_tokens else "bits per byte"
-    before, after = first.losses(question, unit), second.losses(question, unit)
-    return judge([b - a for a, b in zip(before, after, strict=True)], unit)
-
-
-# ------------------------------------------------------------------ sides
-
-
-def git(*words: str, **environment: str) -> str:
-    """What git says, with an index of our own. Raises UserError with what it complains of."""
-    environment = os.environ | {"GIT_INDEX_FILE": str(OUT / ".index")} | environment
-    options = {"cwd": ROOT, "env": environment, "encoding": "utf-8", "errors": "replace"}
-    try:
-        process = subprocess.run(["git", *words], capture_output=True, **options)
-    except OSError as error:
-        raise UserError(f"git: {error.strerror}: install it") from None
-    if process.returncode:
-        raise UserError(process.stderr.strip())
-    return process.stdout.strip()
-
-
-def trained_files(tree: str, patch: str = "") -> str:
-    """git's name of those files of a tree, with a patch, that training reads."""
-    git("read-tree", tree)
-    if patch:
-        git("apply", "--cached", str(Path(patch).resolve()))
-    git("rm", "-r", "-f", "--cached", "--quiet", "--ignore-unmatch", "--", *UNTRAINED)
-    return git("write-tree")
-
-
-def absolute(word: str) -> str:
-    """A file's name as it is right from any directory; but each side has its own config/."""
-    path = Path(word).resolve()
-    return str(path) if path.exists() and CONFIG.name not in Path(word).parts else word
+        return f"{mean:+.4f} bits per byte with one seed, which cannot say whether that is luck"
+    half, size = t_quantile(n - 1) * statistics.stdev(differences) / math.sqrt(n), abs(mean)
+    if size > half:
+        verdict = "better" if mean < 0 else "worse"
+        return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
+    interval = f"{mean - half:+.4f} to {mean + half:+.4f} bits per byte, negative is better"
+    if max(ratios) > 1.1 * min(ratios):
+        return f"the times vary too much to say ({interval}); delete out/compare and try again"
+    return f"no difference that {n} seeds can show ({interval})"
 
 
 def find_sides(config: CompareConfig, flags: list[str]) -> list[Side]:
-    """The first is compared with each of the others. Raises UserError where nothing is to be."""
-    prepare = [absolute(word) for word in shlex.split(config.prepare)]
-    try:
-        last = git("rev-parse", "--verify", "HEAD^{tree}")
-    except UserError as error:
-        way_out = "there must be a commit to compare with: git init && git add -A && git commit"
-        raise UserError(f"{error}; {way_out}") from None
-    if git("rev-parse", "--show-prefix"):
-        raise UserError(f"{ROOT} is within another repository: give it one of its own")
-    git("read-tree", last)
-    git("add", "--all")
-    now = git("write-tree")
-    sides = [Side("working-tree", trained_files(now), flags, prepare)]
+    """Return the sides. The first is compared with each of the others."""
+    prepare = shlex.split(config.prepare)
+    names = execute("git", "ls-files", "-zco", "--exclude-standard", cwd=ROOT).decode().split("\0")
+    files = {name: (ROOT / name).read_bytes() for name in names if (ROOT / name).is_file()}
+    sides = [Side("working-tree", files, flags, prepare)]
     if not config.patches:
-        sides.insert(0, Side("last-commit", trained_files(last), flags, prepare))
-        if sides[0].tree == sides[1].tree:
-            way_out = "edit model.py or train.py, or name a patch"
-            raise UserError(f"nothing that is trained has changed since the last commit: {way_out}")
-    for patch in config.patches:
-        name, text = Path(patch).stem, Path(patch).read_text(encoding="utf-8", errors="replace")
-        if name in [side.name for side in sides]:
-            raise UserError(f"{patch}: another side is called {name} too: rename the file")
-        header = dict(re.findall(r"^# (flags|prepare):(.*)$", text, re.MULTILINE))
-        more, preparing = (header.get(key, "").split() for key in ("flags", "prepare"))
-        sides.append(Side(name, "", flags + more, prepare + preparing))
-        try:
-            sides[-1].tree = trained_files(now, patch)
-        except UserError as error:
-            sides[-1].failed = str(error)
-    for flag in [flag for side in sides for flag in side.flags]:
-        if OWN_FLAGS.match(flag):
-            raise UserError(f"{flag}: python -m gptling.compare gives it itself")
+        with tarfile.open(fileobj=io.BytesIO(execute("git", "archive", "HEAD", cwd=ROOT))) as tar:
+            last = {entry.name: tar.extractfile(entry).read() for entry in tar if entry.isfile()}
+        if last == files:
+            raise UserError("nothing has changed since the last commit: edit model.py or train.py")
+        sides.insert(0, Side("last-commit", last, flags, prepare))
+    for path in map(Path, config.patches):
+        patch = path.read_bytes()
+        own = dict(re.findall(r"^# (flags|prepare):(.*)$", patch.decode(errors="replace"), re.M))
+        own_flags, own_prepare = (own.get(key, "").split() for key in ("flags", "prepare"))
+        sides.append(Side(path.stem, files, flags + own_flags, prepare + own_prepare, patch))
     return sides
 
 
-def read_setting(name: str, flags: list[str], folder: Path) -> str:
-    """What a train.py's defaults, and presets and flags for it, say of a field; the last counts."""
-    files = [folder / word for word in ["train.py", *flags] if word.endswith((".py", ".toml"))]
-    texts = [file.read_text(encoding="utf-8-sig") for file in files if file.is_file()]
-    said = rf'^(?: +{name}: \w+|(?:--)?{name.replace("_", "[-_]")})[\s="]+([^"#\n]+)'
-    return re.findall(said, "\n".join([*texts, *flags]), re.MULTILINE)[-1].strip()
+def make_folders(sides: list[Side]):
+    """Write each side's files to its folder and prepare its data. A folder stays unchanged if the
+    same command has written the same files to it, because it has the finished runs."""
+    read = [Path(word) for side in sides for word in side.flags + side.prepare]
+    times = [path.stat().st_mtime_ns for path in read if path.exists()]
+    key = hashlib.sha256(repr((sides, times)).encode()).hexdigest()
+    for side in sides:
+        key_file = side.folder / "key"
+        if key_file.exists() and key_file.read_text() == key:
+            continue
+        shutil.rmtree(side.folder, ignore_errors=True)
+        for name, content in side.files.items():
+            (side.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (side.folder / name).write_bytes(content)
+        if side.patch:
+            execute("git", "apply", "-", cwd=side.folder, stdin=side.patch)
+        if side.prepare:
+            side.run("prepare.py", *side.prepare, f"--name=compare-{side.name}", "--overwrite")
+        replace(key_file, key.encode())
 
 
-def make_folder(side: Side, dataset: str):
-    """Copy the side's files, and have it prepare its data or link those that are there."""
-    shutil.rmtree(side.folder, ignore_errors=True)
-    git("read-tree", side.tree)
-    git("checkout-index", "--all", f"--prefix={side.folder.as_posix()}/")
-    data, source = side.folder / "data" / dataset, ROOT / "data" / dataset
-    if dataset != "quickstart" and side.prepare and all(word[0] == "-" for word in side.prepare):
-        raise UserError(f"{side.name} prepares its data: give the text too, --prepare=YOUR.txt")
-    if side.prepare or dataset == "quickstart":
-        side.failed = execute(side, "prepare.py", *side.prepare, f"--name={dataset}")
-        if side.failed:
-            return
-    elif (source / "meta.json").is_file():
-        data.parent.mkdir()
-        try:
-            data.symlink_to(source, target_is_directory=True)
-        except OSError:  # Windows lets not everybody
-            shutil.copytree(source, data)
-    else:
-        raise UserError(f"{source} is not there: prepare it, or give --prepare=YOUR.txt")
-    presets = [Path(word).read_bytes() for word in side.flags if Path(word).is_file()]
-    machine = [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")]
-    machine += [version("torch"), platform.node()]
-    content = [side.tree, side.flags, presets, (data / "meta.json").read_bytes(), machine]
-    side.key = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
-
-
-# ------------------------------------------------------------------ trainings
-
-
-def execute(side: Side, *command: str) -> str:
-    """Run a script of the side's; returns its last lines if it fails."""
-    options = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
-    options |= {"cwd": side.folder, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}  # in their order
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.run([sys.executable, *command], **options, **output)
-    if process.returncode == 128 + signal.SIGINT:  # a shell has its background jobs ignore it
-        raise KeyboardInterrupt
-    code = f"{command[0]}: exit code {process.returncode}"
-    return "\n".join([*process.stdout.splitlines()[-15:], code]) if process.returncode else ""
-
-
-def train(side: Side, seed: int, steps: int, bar: tqdm, *more: str, tag: str = "") -> list[dict]:
-    """The log of a run of the side's own train.py, from out/compare/runs/ where it is finished; of
-    one that diverged or failed a single line, which says so."""
-    name = f"{side.key}-{steps}-{seed}{tag}"
-    record, out_dir = OUT / "runs" / f"{name}.jsonl", side.folder / "out" / name
-    bar.set_description_str(f"{side.name}, seed {seed}")
-    trained = not (record.exists() or side.failed)
-    if not trained:
-        bar.total -= steps
-    else:
-        flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0", *more]
-        options = [f"--out_dir=out/{name}", "--overwrite", "--curves=False"]
-        lines = execute(side, "train.py", *flags, *options)
-        if not lines:
-            replace(record, (out_dir / "log.jsonl").read_bytes())
-        elif re.search(r" is -?(nan|inf) at step \d+", lines):
-            replace(record, json.dumps({"diverged": lines}).encode())
-        else:
-            side.failed = lines
+def train(side: Side, seed: int, steps: int) -> list[dict]:
+    """Train by the side's own train.py and return the log, which is kept in the side's folder."""
+    finished, out_dir = side.folder / f"{steps}-steps-seed-{seed}.json", side.folder / "run"
+    prepared = max((file.stat().st_mtime for file in Path("data").glob("*/meta.json")), default=0)
+    if not finished.exists() or finished.stat().st_mtime < prepared:
+        print(f"seed {seed}, {side.name}, {steps} steps: ", end="", flush=True)
         shutil.rmtree(out_dir, ignore_errors=True)
-        bar.update(steps)
-    lines = [] if side.failed else record.read_text(encoding="utf-8").splitlines()
-    log = [json.loads(line) for line in lines] or [{"failed": side.failed}]
-    if trained and not tag:
-        bits = log[-1].get("bits_per_byte")
-        end = f"{math.log(2) * bits:.4f} nats per byte" if bits else next(iter(log[-1]))
-        bar.write(f"seed {seed}, {side.name}, {steps} steps: {end}")
-    return log
+        flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
+        flags += [f"--dataset=compare-{side.name}"] * bool(side.prepare)
+        side.run("train.py", *flags, f"--out_dir={out_dir}", "--curves=False")
+        lines = (out_dir / "log.jsonl").read_text("utf-8").splitlines()
+        replace(finished, f"[{','.join(lines)}]".encode())
+        print(f"{json.loads(lines[-1])['bits_per_byte']:.4f} bits per byte", flush=True)
+    return json.loads(finished.read_text("utf-8"))
 
 
-def end_if_nothing_is_left(sides: list[Side]):
-    """End the program with the last lines of the sides that failed, unless a pair is left."""
-    if sides[0].failed or all(side.failed for side in sides[1:]):
-        sys.exit("\n".join(f"{side.name} failed:\n{side.failed}" for side in sides if side.failed))
+def step_time(log: list[dict]) -> float:
+    """Return a step's mean time in ms after the warm-up. Some do more work every k-th step."""
+    ms = [entry["ms"] for entry in log if "ms" in entry]
+    return statistics.mean(ms[1:] or ms)
 
 
-def train_all(sides: list[Side], question: str, seeds: int, bar: tqdm):
-    """Add to side.logs the runs of all sides, in an order that is reversed from seed to seed."""
-    for seed in range(1, seeds + 1):
-        for side in sides if seed % 2 else sides[::-1]:
-            side.logs[question].append(train(side, seed, side.steps, bar))
-            end_if_nothing_is_left(sides)
+def spread(values: list[float], digits: int) -> str:
+    """Format the mean, the lowest and the highest value."""
+    mean, low, high = (f"{f(values):.{digits}f}" for f in (statistics.mean, min, max))
+    return f"{mean} ({low} to {high})"
 
 
-def measure_steps(first: Side, second: Side, bar: tqdm):
-    """Set second.quartiles, of its time for a step over the first's, by short runs in turns, and
-    second.steps to as many as take the first one's time by the median."""
-    ratios, n = [], min(first.steps, SHORT)
-    options = [f"--eval_interval={n}", "--eval_tokens=1", "--log_interval=1"]
-    for turn in range(TURNS):
-        medians, tag = {}, f"-turn{turn}-{first.key}-{second.key}"
-        for side in (first, second) if turn % 2 else (second, first):
-            log = train(side, 1, n, bar, *options, tag=tag)
-            ms = [entry["ms"] for entry in log if "ms" in entry]
-            medians[side.name] = statistics.median(ms[len(ms) // 4 :] or [math.nan])  # warm
-        ratios.append(medians[second.name] / medians[first.name])
-    second.quartiles = _, ratio, _ = statistics.quantiles(ratios, n=4)
-    if ratio > 0:  # not NaN, where one failed or diverged
-        second.steps = max(1, round(first.steps / ratio))
-
-
-# ------------------------------------------------------------------ the answer
-
-
-def draw_curves(file: Path, sides: tuple[Side, Side], questions: list[str]):
-    """The losses of two sides over steps and over seconds: the mean of the seeds in their band."""
-    from matplotlib.figure import Figure  # without pyplot no window is opened
+def draw_curves(file: Path, sides: tuple[Side, Side]):
+    """Draw the losses of two sides over steps and over seconds, a line for each seed."""
+    from matplotlib.figure import Figure  # without pyplot, which may want a display
 
     figure = Figure(figsize=(11, 4.5), dpi=120, layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    over = ("step", questions[0]), ("seconds", questions[-1])
-    for axes, (unit, question) in zip(panels, over, strict=True):
-        for side, color, marker in zip(sides, ("#0072B2", "#D55E00"), "os", strict=True):
-            seeds = [[line for line in log if "val_loss" in line] for log in side.logs[question]]
-            x = np.mean([[line[unit] for line in seed] for seed in seeds], axis=0)
-            loss = [[line["bits_per_byte"] * math.log(2) for line in seed] for seed in seeds]
-            axes.fill_between(x, np.min(loss, 0), np.max(loss, 0), color=color, alpha=0.25, lw=0)
-            axes.plot(x, np.mean(loss, 0), color=color, marker=marker, label=side.name)
-        axes.set(xlabel=unit, title=question)
-        axes.grid(alpha=0.3)
+    for i, axes in enumerate(figure.subplots(1, 2, sharey=True)):
+        unit = ("step", "seconds")[i]
+        for side, color in zip(sides, ("#0072B2", "#D55E00"), strict=True):
+            for log in side.logs[i]:
+                points = [(line[unit], line["bits_per_byte"]) for line in log if "val_loss" in line]
+                axes.plot(*zip(*points, strict=True), "o-", color=color)
+            axes.lines[-1].set_label(side.name)
+        axes.set(xlabel=unit, ylabel="validation loss in bits per byte")
         axes.legend()
-    panels[0].set_ylabel("validation loss in nats per byte")
-    file.parent.mkdir(exist_ok=True)
     figure.savefig(file)
-
-
-def print_table(sides: list[Side], questions: list[str]):
-    """A line for each side, in Markdown: losses are the mean of the seeds, lowest and highest."""
-    header = ["", "parameters", "time of a step (quartiles)", "steps in that time"]
-    header += [f"{unit} {question}" for question in questions for unit in ("nats per byte", "bits")]
-    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
-    for side in sides:
-        row = [side.name, "", side.time, f"{side.steps:,}"]
-        for question in questions:
-            if reason := side.why_no_losses(question):
-                row += [reason, reason]
-                continue
-            row[1] = f"{side.logs[question][0][-1].get('parameters', math.nan):,}"
-            for unit in ("nats per byte", "bits per byte"):
-                loss = side.losses(question, unit)
-                row.append(f"{statistics.mean(loss):.3f} ({min(loss):.3f} to {max(loss):.3f})")
-        print(f"| {' | '.join(row)} |")
-    print("\nMean difference of the pairs with a seed each; 95 % interval by Student's t:\n")
 
 
 def main():
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
     config, *_ = load(CompareConfig, __doc__, argv[:end])
-    flags = [absolute(word) if word.endswith(".toml") else word for word in argv[end + 1 :]]
-    (OUT / "runs").mkdir(parents=True, exist_ok=True)
-    lock = lock_directory(OUT)
-    sides = find_sides(config, flags)
-    first, *others = sides
-    dataset = read_setting("dataset", flags, ROOT)
+    OUT.mkdir(parents=True, exist_ok=True)
+    _lock = lock_directory(OUT)  # until this process ends
+    first, *others = sides = find_sides(config, argv[end + 1 :])
+    make_folders(sides)
+    (first.folder / "max_iters.py").write_text(MAX_ITERS)
+    n = int(first.run("max_iters.py", *first.flags))
+
+    # Every other seed trains the sides in reversed order.
+    turns = [(i, side) for i in range(config.seeds) for side in sides[:: -1 if i % 2 else 1]]
+    for i, side in turns:
+        side.logs[0].append(train(side, i + 1, n))
+    for i, side in turns:  # each seed has its own ratio, so that the interval covers their spread
+        side.ratios.append(step_time(side.logs[0][i]) / step_time(first.logs[0][i]))
+        side.logs[1].append(train(side, i + 1, max(1, round(n / side.ratios[i]))))
+
+    questions = f"after {n} steps", f"in the time of {n} steps"
+    header = ["", "parameters", "time of a step", *(f"bits per byte {end}" for end in questions)]
+    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
+    losses = {}  # of each side by its name: for each question, seed by seed
     for side in sides:
-        if not side.failed:
-            make_folder(side, dataset)
-    end_if_nothing_is_left(sides)
-    if dataset != "quickstart" and not config.prepare:
-        print(f"all sides train on data/{dataset} as it lies; --prepare=TEXT has each prepare it")
-    n = read_setting("max_iters", flags, first.folder)
-    if not n.isdecimal() or n == "0":
-        raise UserError(f"--max_iters={n}: give a number of steps")
-    n = int(n)
-    after, in_time = f"after {n} steps", f"in the time of {n} steps"
-    questions = {"steps": [after], "time": [in_time], "both": [after, in_time]}[config.equal]
-
-    # ------------------------------------------------ runs
-    total = len(questions) * config.seeds * len(sides) * n + len(others) * 2 * TURNS * min(n, SHORT)
-    form = "{desc}: {percentage:.0f} %|{bar}| {elapsed}, {remaining} left"
-    hidden = not sys.stderr.isatty()
-    try:
-        with tqdm(total=total, bar_format=form, smoothing=0, leave=False, disable=hidden) as bar:
-            for side in sides:
-                side.steps = n
-            if after in questions:
-                train_all(sides, after, config.seeds, bar)
-            for side in others:
-                if not side.failed:
-                    measure_steps(first, side, bar)
-            if in_time in questions:
-                train_all(sides, in_time, config.seeds, bar)
-    except KeyboardInterrupt:
-        print("stopped: the same command goes on behind the last finished run")
-        raise
-
-    # ------------------------------------------------ answers
-    file, commit = OUT / "results.tsv", git("rev-parse", "--short", "HEAD")
-    header = "date first second commit files question steps time difference low high seeds verdict"
-    results = file.read_text("utf-8") if file.exists() else f"{header} flags\n".replace(" ", "\t")
-    sentences = []
+        losses[side.name] = [[log[-1]["bits_per_byte"] for log in logs] for logs in side.logs]
+        cells = [side.name, f"{side.logs[0][0][-1]['parameters']:,}", spread(side.ratios, 2)]
+        print(f"| {' | '.join([*cells, *(spread(values, 3) for values in losses[side.name])])} |")
+    print("\nMean difference over pairs with the same seed, 95 % interval (Student's t):\n")
     for side in others:
-        for question in questions:
-            numbers, verdict, sentence = answer(first, side, question)
-            steps = side.steps if question == in_time else n
-            own = f" ({steps:,} of its own, each {side.time} times as long)" * (question == in_time)
-            sentences.append(f"{side.name} against {first.name} {question}{own}: {sentence}")
-            row = [time.strftime("%Y-%m-%d %H:%M"), first.name, side.name, commit, side.tree[:12]]
-            row += [question, steps, side.time]
-            row += [*(f"{number:.5f}" for number in numbers), config.seeds, verdict]
-            results += "\t".join(map(str, [*row, shlex.join(side.prepare + side.flags)])) + "\n"
-    replace(file, results.encode())
-    print_table(sides, questions)
-    print("\n".join(sentences))
-    for side in others:
-        picture = OUT / side.name / "curves.png"
-        picture.unlink(missing_ok=True)
-        whole = not any(one.why_no_losses(q) for one in (first, side) for q in questions)
-        if whole and importlib.util.find_spec("matplotlib"):
-            draw_curves(picture, (first, side), questions)
-            print(picture)
-        if side.failed:
-            print(f"\n{side.name} failed:\n{side.failed}")
-    lock.release()
-    return int(any(side.failed for side in sides))
+        for i, ratios in enumerate(([1.0], side.ratios)):
+            pairs = zip(losses[first.name][i], losses[side.name][i], strict=True)
+            verdict = judge([b - a for a, b in pairs], ratios)
+            print(f"{side.name} against {first.name} {questions[i]}: {verdict}")
+        if importlib.util.find_spec("matplotlib"):
+            draw_curves(side.folder / "curves.png", (first, side))
+            print(side.folder / "curves.png")
 
 
 if __name__ == "__main__":
