@@ -43,14 +43,13 @@ class PrepareConfig:
 
 def name_after(sources: tuple[str, ...]) -> str:
     """The name of a data directory: that of its first source, without the ending."""
-    first = sources[0] if sources else "quickstart"
-    first = first.split(":")[1] if first.startswith("hf:") else first
+    first = re.sub("^hf:([^:]*).*", r"\1", sources[0] if sources else "quickstart")
     endings = r"(?i)\.(txt|md|text|jsonl|jsonl\.gz|parquet)$"
     return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
 
 def load_tokenizer(name: str | Path) -> tiktoken.Encoding:
-    """The tokenizer of prepared data, a run, a checkpoint or a GPT-2 of the hub; or UserError."""
+    """The tokenizer of prepared data, a run, a checkpoint or a hub's GPT-2. Raises UserError."""
     directory = Path(name).expanduser()
     if not (directory / "tokenizer.json").exists():
         from gptling.pretrained import find_checkpoint  # imports PyTorch, which takes seconds
