@@ -43,14 +43,13 @@ class PrepareConfig:
 
 def name_after(sources: tuple[str, ...]) -> str:
     """The name of a data directory: that of its first source, without the ending."""
-    first = sources[0] if sources else "quickstart"
-    first = first.split(":")[1] if first.startswith("hf:") else first
+    first = re.sub("^hf:([^:]*).*", r"\1", sources[0] if sources else "quickstart")
     endings = r"(?i)\.(txt|md|text|jsonl|jsonl\.gz|parquet)$"
     return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
 
 def load_tokenizer(name: str | Path) -> tiktoken.Encoding:
-    """The tokenizer of prepared data, a run, a checkpoint or a GPT-2 of the hub; or UserError."""
+    """The tokenizer of prepared data, a run, a checkpoint or a hub's GPT-2. Raises UserError."""
     directory = Path(name).expanduser()
     if not (directory / "tokenizer.json").exists():
         from gptling.pretrained import find_checkpoint  # imports PyTorch, which takes seconds
@@ -83,29 +82,29 @@ def prepare(config: PrepareConfig) -> Path:
         raise UserError(f"{target} holds the text, and would be replaced: choose another --name")
     corpus = Corpus(config.sources)
     tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
+    auto, made = config.tokenizer == "auto", config.tokenizer in tokenizers.TOKENIZERS
     with new_directory(target) as directory:
-        encoded = encode_on_all_cores(tokenizer, corpus.texts())
-        progress = tqdm(encoded, unit=" texts", leave=False, disable=None)
-        n_tokens, fingerprint = write_token_files(directory, tokenizer, progress)
-        count, chosen = corpus.count, config.tokenizer == "auto"
+        progress = tqdm(corpus.texts(), unit=" texts", leave=False, disable=None)
+        encoded = encode_on_all_cores(tokenizer, progress, check=not made)
+        n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
             raise UserError(f"{target}: too little text to train and validate on: give more text")
         meta = {
             "format": 1,
-            "tokenizer": tokenizer.name if chosen else config.tokenizer,
+            "tokenizer": tokenizer.name if auto else config.tokenizer,
             "vocab_size": tokenizer.n_vocab,
-            "documents": count["documents"],
-            "characters": count["characters"],
-            "train": {"tokens": n_tokens["train"], "bytes": count["train"]},
-            "val": {"tokens": n_tokens["val"], "bytes": count["val"]},
+            "documents": corpus.count["documents"],
+            "characters": corpus.count["characters"],
+            "train": {"tokens": n_tokens["train"], "bytes": corpus.count["train"]},
+            "val": {"tokens": n_tokens["val"], "bytes": corpus.count["val"]},
             "sha256": fingerprint,  # of the token ids
         }
         replace(directory / "tokenizer.json", tokenizers.tokenizer_to_json(tokenizer).encode())
         replace(directory / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
     print(
-        f"{target}: {count['documents']:,} document{'s' * (count['documents'] != 1)}, "
-        f"{count['characters']:,} characters; tokenizer {meta['tokenizer']} with "
-        f"{tokenizer.n_vocab:,} tokens{' (by the text; override with --tokenizer)' * chosen}; "
+        f"{target}: {meta['documents']:,} document{'s' * (meta['documents'] != 1)}, "
+        f"{meta['characters']:,} characters; tokenizer {meta['tokenizer']} with "
+        f"{tokenizer.n_vocab:,} tokens{' (by the text; override with --tokenizer)' * auto}; "
         f"{n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate"
     )
     return target

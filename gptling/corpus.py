@@ -63,8 +63,7 @@ def find_sources(name: str) -> list[Source]:
     return files
 
 
-def _is_text(file, folder):
-    """Whether a path in a folder is a file with text, and not hidden."""
+def _is_text(file, folder):  # and not hidden
     if not file.is_file() or "/." in f"/{file.relative_to(folder).as_posix()}":
         return False
     if file.name.lower().endswith((".jsonl.gz", ".parquet")):
@@ -167,10 +166,11 @@ class Corpus:
             yield from ((split, "") for split in ("train", "val") if counts[split] > before[split])
 
 
-def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]) -> Iterator[tuple]:
-    """(key, token ids) for each (key, text), in order, with a bounded amount of text in memory. By
-    threads, for tiktoken releases the interpreter's lock; in groups, for texts may be short."""
-    local, complete = threading.local(), has_all_bytes(tokenizer)
+def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple], check=True):
+    """Yield (key, token ids) for each (key, text), in order, with a bounded amount of text in
+    memory; by threads, for tiktoken releases the interpreter's lock. check: raise UserError for a
+    character that the tokenizer lacks. tiktoken itself would abort."""
+    local, check = threading.local(), check and not has_all_bytes(tokenizer)
 
     def start_thread():  # threads that share a tokenizer wait for each other
         local.tokenizer = tiktoken.Encoding(
@@ -181,7 +181,7 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]) ->
         )
 
     def encode_group(group):
-        if not complete:  # tiktoken itself does not check the characters
+        if check:
             return [(key, encode(local.tokenizer, text)) for key, text in group]
         to_ids = local.tokenizer.encode_to_numpy
         return [(key, to_ids(text, disallowed_special=())) for key, text in group]
