@@ -73,8 +73,8 @@ class KVCache:
 
 
 def check_length(length: int, block_size: int):
-    message = f"a sequence of {length} tokens is longer than block_size={block_size}"
-    require(length <= block_size, message)
+    if length > block_size:
+        raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
 
 
 class MultiHeadAttention(nn.Module):

@@ -317,6 +317,7 @@ def main():
                 progress.loss_steps = 0
                 metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
                 metrics |= {"bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
+                metrics["seconds"] = round(report.seconds(), 3)
                 progress.best = min(progress.best, val_loss)
                 save(metrics)  # first: nothing that only shows something may lose work
                 lines = sample_lines(model, data.tokenizer, config.seed + done, processes)

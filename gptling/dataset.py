@@ -22,6 +22,14 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
     return read_json(Path(directory) / "meta.json")
 
 
+def open_tokens(file: Path) -> np.ndarray:
+    """The token ids of a .npy file, mapped into memory. Raises UserError for a damaged one."""
+    try:
+        return np.load(file, mmap_mode="r")
+    except ValueError as error:
+        raise UserError(f"{file}: {error}; prepare it again") from None
+
+
 class Dataset:
     """data/NAME. Validation uses all of val, or about eval_tokens of it: val_targets tokens are
     predicted, val_bytes bytes of text. Raises UserError if it is missing or too short."""
@@ -36,9 +44,8 @@ class Dataset:
         self.fingerprint = read_meta(directory)["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        shards = sorted(directory.glob("train-*.npy"))
-        self.train = [np.load(shard, mmap_mode="r") for shard in shards]
-        self.val = np.load(directory / "val.npy", mmap_mode="r")
+        self.train = [open_tokens(file) for file in sorted(directory.glob("train-*.npy"))]
+        self.val = open_tokens(directory / "val.npy")
         self.block_size, self.n_tokens = block_size, sum(map(len, self.train))
         splits = {"train": max(map(len, self.train)), "val": len(self.val)}
         self.longest = min(splits.values()) - 1  # the longest sequence that both splits have

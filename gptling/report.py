@@ -55,7 +55,7 @@ class Report:
         """Write a line of log.jsonl, and show it elsewhere. Raises UserError for a full disk."""
         if not self.processes.is_main:
             return
-        entry["seconds"] = round(self.seconds(), 3)
+        entry.setdefault("seconds", round(self.seconds(), 3))
         log_file = self.out_dir / "log.jsonl"
         with writing(log_file), log_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")

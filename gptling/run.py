@@ -66,7 +66,14 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         file = checkpoint / "model.safetensors"
         with safe_open(file, "pt"):  # compares its size with its header
             pass
-    except (OSError, EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        LookupError,
+        UnpicklingError,
+        SafetensorError,
+    ) as error:
         reason = str(error).partition("\n")[0]
         hint = "delete that folder to go on from the one before"
         raise UserError(f"{file}: cannot be read: {reason}; {hint}") from None

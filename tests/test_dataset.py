@@ -190,7 +190,7 @@ def test_no_pickle_in_a_token_file_is_opened(tmp_path, monkeypatch):
     write_data(tmp_path / "data/mine", [1] * 50, [1] * 50, tokenizer)
     for name in ("train-00001.npy", "val.npy"):
         np.save(tmp_path / "data/mine" / name, np.array([Evil()] * 50), allow_pickle=True)
-        with pytest.raises(ValueError):
+        with pytest.raises(UserError, match="Python objects"):
             Dataset("mine", 16)
         assert not (tmp_path / "ran").exists()
         (tmp_path / "data/mine" / name).unlink()
