@@ -115,7 +115,7 @@ class MultiHeadAttention(nn.Module):
         T, S, has_key = q.size(2), k.size(2), None
         if padding_mask is None and (past == 0 or T == 1) and self.has_plain_mask():
             # The kernel's own mask is faster; a single query after others attends to all keys.
-            options = {"is_causal": self.causal and past == 0}
+            options = {"is_causal": self.causal if past == 0 else False}
         else:
             mask, has_key = self.mask(T, S, past, padding_mask)
             options = {"attn_mask": mask}

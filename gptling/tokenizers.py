@@ -217,7 +217,8 @@ def _from_json(stored, name):
     if byte_level["add_prefix_space"] or byte_level.get("use_regex", True) == bool(split):
         raise ValueError("pre_tokenizer")
     post_processor = stored.get("post_processor") or byte_level
-    if stored.get("normalizer") or post_processor["type"] != "ByteLevel":
+    adds_nothing = post_processor["type"] == "ByteLevel" or post_processor["special_tokens"] == {}
+    if stored.get("normalizer") or not adds_nothing:  # transformers writes an empty template
         raise ValueError("normalizer or post_processor")
     special = {token["content"]: token["id"] for token in stored["added_tokens"]}
     letters = {token: id for token, id in vocab.items() if token not in special}
