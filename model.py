@@ -248,8 +248,8 @@ def sample_token(probs: torch.Tensor, generator=None) -> torch.Tensor:
 
 
 def slide_window(idx, padding_mask, block_size):
-    """What a batch that has outgrown the window goes on from: a row with more than block_size
-    tokens from its newest block_size / 2, so that the cache is not built anew at every token;
+    """What a batch that has outgrown the window continues from: a row of more than block_size
+    tokens from its newest block_size / 2, so that the cache is not rebuilt at every token, and
     shorter rows, which have padding before them, from all of theirs. With a window of 4:
 
         . . a b c         a b c
@@ -265,14 +265,10 @@ def slide_window(idx, padding_mask, block_size):
 
 
 class GPT(nn.Module):
-    """GPT-2's architecture; parameters carry the names of the published checkpoints.
-
-    The rest of the project knows a model by these names only: config_class, config, h (its blocks),
-    forward, logits, losses, next_logits, new_cache, generate, valid_tokens, restrict_to_tokens,
-    untouched; of a layer, where it has them, attend, attention_weights, plain_mask, has_plain_mask,
-    of a weight matrices; and two seams for speed, where None stands for the plain code here."""
+    """GPT-2's architecture. Parameters have the names of the published checkpoints."""
 
     config_class = GPTConfig
+    # Two seams for speed, None for the plain code here.
     loss_in_pieces = None  # (logits, losses, x (B, T, C), targets (B, T)) to losses (N,)
     cache_dtype = None  # of keys and values
 
