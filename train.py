@@ -3,7 +3,7 @@
     python train.py                                    # the quick start: a minute on two CPU cores
     python train.py --dataset=mine --minutes=10        # the best model of data/mine in ten minutes
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
-    python train.py --out_dir=out/gpt2 --resume        # go on from its newest checkpoint
+    python train.py --out_dir=out/gpt2 --resume        # continue from its newest checkpoint
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
 writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,

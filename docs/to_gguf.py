@@ -17,7 +17,7 @@ from gptling.pretrained import find_checkpoint, load_model
 from gptling.tokenizers import END_OF_TEXT, load_tokenizer, tokenizer_to_json
 from model import GPT
 
-# llama.cpp has split patterns of its own: what tells that ours is one of them, and its name there.
+# llama.cpp has its own split patterns: a part that only this pattern has, and its name there.
 SPLITS = {r"\p{Lu}": "gpt-4o", r"\p{N}{1,3}": "llama-bpe", r" ?\p{N}+": "gpt-2", r"[\s\S]": "gpt-2"}
 
 

@@ -35,7 +35,7 @@ def blocks(page, language):
 
 
 def commands(text):
-    """The words of each command in a block of shell, those in a pipe or behind && too."""
+    """The words of each command in a block of shell, also of those in a pipe or after &&."""
     for line in text.replace("\\\n", " ").splitlines():
         words = [*shlex.split(line, comments=True), "&&"]
         while words:
@@ -119,7 +119,7 @@ def test_python_runs(code, trained, tmp_path):
     assert printed.getvalue().strip()
 
 
-def test_the_line_behind_a_checkpoint_is_replayed(trained, tmp_path):
+def test_the_line_after_a_checkpoint_is_replayed(trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     more = ["--out_dir=out/mine", "--resume", "--max_iters=21"]
     output_of("train.py", *more, cwd=tmp_path)
@@ -132,6 +132,12 @@ def test_the_line_behind_a_checkpoint_is_replayed(trained, tmp_path):
     assert last["step"] == 21
     assert replayed["loss"].item() == pytest.approx(last["loss"], abs=1e-5)
     assert replayed["by_sequence"].mean().item() == pytest.approx(last["loss"], abs=1e-5)
+
+
+def test_every_module_of_the_package_is_in_contributing():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(names) == [f.stem for f in sorted(ROOT.glob("gptling/[a-z]*.py"))]
 
 
 @pytest.mark.parametrize("page", [page for page in RUN_BY if (ROOT / "docs" / page).exists()])
