@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -269,7 +268,7 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(project
     interrupted = False
     assert trained() == ["same", "working-tree"]
     assert trained() == []
-    # Whatever a run depends on makes new runs.
+    # Everything that a run depends on makes new runs.
     os.utime(preset, ns=(1, 1))
     assert len(trained()) == 4
     edit(project / "train.py", '"""Train a GPT.', '"""Train a GPT!')
@@ -289,7 +288,6 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_li
 
     assert "nothing has changed since the last commit" in error_of("--", *FLAGS)
     patch = comment_patch(project)
-    assert "none.patch: No such file" in error_of("none.patch", "--", *FLAGS)
     assert "--n_layer" in error_of(patch, "--", *FLAGS, "--n_leyer=3")
     text = (project / patch).read_text()
     (project / patch).write_text(text.replace("-import math", "-import maths"))
@@ -297,27 +295,3 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_li
     (project / patch).write_text(text.replace("import math  #", "raise ValueError('mine')  #"))
     code, _, trainings = run_compare(patch, "--", *FLAGS)  # whose first side trains
     assert code.splitlines()[-1] == "ValueError: mine" and len(trainings) == 2
-    shutil.rmtree(project / ".git")
-    assert "not a git repository" in error_of("--", *FLAGS)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_real_processes_and_the_same_command_continues(project):
-    """In a process group, as a shell makes it."""
-    command = [sys.executable, "-m", "gptling.compare", comment_patch(project), "--seeds=1", "--"]
-    command += [*FLAGS, "--max_iters=300", "--eval_interval=300"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    options = {"cwd": project, "env": environment, "text": True, "start_new_session": True}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
-    out, until = project / "out" / "compare", time.monotonic() + 300
-    while not list(out.glob("same/run/log.jsonl")) and time.monotonic() < until:
-        time.sleep(0.02)  # to the middle of the second training
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=300)
-    assert process.returncode == 130
-    (finished,) = out.glob("*/300-steps-seed-1.json")
-    written = finished.stat().st_mtime_ns
-    process = subprocess.run(command, capture_output=True, **options)
-    assert process.returncode == 0, process.stderr
-    assert finished.parent.name == "working-tree" and finished.stat().st_mtime_ns == written
-    assert "same against working-tree after 300 steps: no difference at all" in process.stdout
