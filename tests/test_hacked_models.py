@@ -229,7 +229,6 @@ def test_a_third_value_that_is_not_a_dict_of_scalars_is_an_error(third):
 
 
 def test_a_mask_of_training_alone_acts_after_loading_too(tmp_path):
-    """Loading has seen the mask of evaluation, which stays the kernel's."""
     drop = "        if self.training:\n            mask = mask & (torch.rand(T, S) > 0.5)\n"
     model, idx = random_model(edited_module((MASK, MASK + drop))), batch()[0]
     assert not save(model, tmp_path)
@@ -276,7 +275,7 @@ def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
     test_faster_layers_give_the_same_text(name, capsys, compile=True)
 
 
-HIDDEN_LOGIT = (LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)")
+HIDDEN_LOGIT = LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)"
 PREVIOUS = "        x = (x + F.pad(x, (0, 0, 1, -1))) / 2\n"
 FOURTH = "        x = (x + F.pad(x, (0, 0, 4, 0))[:, : x.size(1)]) / 2\n"
 
@@ -494,8 +493,7 @@ def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, 
 
 @SLOW
 def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(run, tmp_path):
-    """A field of GPTConfig, at once a flag, is new to the run, then changed. The unchanged code
-    still loads the model."""
+    """A new field of GPTConfig is a flag at once. The unchanged code still loads the model."""
     old, new = HACKS["z-loss"].changes[0]
     weight = "    bias: bool = True", "    z_loss: float = 0.0\n    bias: bool = True"
     changes = ((old, new.replace("0.01", "self.config.z_loss")), weight)
@@ -522,7 +520,7 @@ def test_a_deliberate_change_resumes_from_weights_of_another_model(run):
 
 @SLOW
 def test_a_run_resumes_with_a_new_parameter(run, tmp_path):
-    """Which has no optimizer state yet. A new run begins with the weights of the old one."""
+    """It has no optimizer state yet. A new run may begin with the weights of the old one."""
     run((), "train", *TRAIN)
     allowed = [GATE, "train", "--allow_changed_model"]
     assert "it has no h.0.gate" in run(*allowed, *RESUME, "--max_iters=8")

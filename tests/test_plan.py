@@ -190,7 +190,7 @@ def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_litt
         assert TwoCores(corpus(2_147_393, 8192), 0.8).plan()["n_embd"] == n_embd
 
 
-@pytest.mark.parametrize("minutes", [0.2, 0.3, 0.5, 1, 2, 5])
+@pytest.mark.parametrize("minutes", [0.2, 0.5, 2, 5])
 @pytest.mark.parametrize("tokens", [10_000, 25_000, 60_000, 150_000, 400_000])
 def test_dropout_is_decided_by_the_tokens_that_are_trained(tokens, minutes):
     """The steps without dropout count. Dropout stays although it leaves time for fewer steps."""
@@ -247,7 +247,7 @@ def test_all_processes_have_equally_many_sequences(world_size, accumulation):
 
 
 def test_a_plan_fits_into_memory():
-    """By the estimate of docs/one_dial.md: a large batch is accumulated unless it is given."""
+    """By the estimate of docs/one_dial.md. A large batch is accumulated unless it is given."""
     for memory in (2e8, 1e9, 1e10):
         planner = Simulator(BOOKS, 10_000, 1e15, memory)
         for fields in [planner.plan(), *planner.timed]:
@@ -260,7 +260,7 @@ def test_a_plan_fits_into_memory():
 
 
 def test_a_machine_that_is_too_slow_trains_one_step_and_evaluates_one_sequence():
-    fields = Simulator(BOOKS, 0.2, flops=1e8, block_size=512).plan()
+    fields = Simulator(BOOKS, 0.2, 1e8, block_size=512).plan()
     assert fields["eval_tokens"] == 512 and fields["max_iters"] == 1
     fields = Simulator(BOOKS, -1).plan()  # the time is over before it begins
     assert (fields["max_iters"], fields["n_embd"]) == (1, 64)

@@ -58,7 +58,7 @@ def check_training(train_flags: list[str], prepare_flags: list[str]) -> Path:
 
     def stop(step, config):
         if step == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return rate(step, config)
 
     train.learning_rate = stop
@@ -118,9 +118,8 @@ def check_logits(model: GPT, idx: torch.Tensor):
     """A token sees no later one, and the cache, in chunks, changes nothing."""
 
     def check(actual, expected, promise):
-        torch.testing.assert_close(
-            actual, expected, rtol=1e-4, atol=1e-4, msg=lambda why: f"broken: {promise}. {why}"
-        )
+        options = {"rtol": 1e-4, "atol": 1e-4, "msg": lambda why: f"broken: {promise}. {why}"}
+        torch.testing.assert_close(actual, expected, **options)
 
     T, vocab_size, logits = idx.size(1), model.config.vocab_size, model(idx)[0]
     for n in range(1, T):
