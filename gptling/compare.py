@@ -86,19 +86,19 @@ def t_quantile(df: int) -> float:
 
 def judge(differences: list[float], ratios: list[float]) -> str:
     """Say what differences of losses show: the second side's minus the first's, seed by seed.
-    ratios: how many times as long the second side's steps took."""
+    ratios: how many times as long the second side's steps took. They must agree to a tenth."""
     n, mean = len(differences), statistics.mean(differences)
     if not any(differences):
         return "no difference at all: equal losses, seed by seed"
     if n == 1:
         return f"{mean:+.4f} bits per byte with one seed, which cannot say whether that is luck"
     half, size = t_quantile(n - 1) * statistics.stdev(differences) / math.sqrt(n), abs(mean)
-    if size > half:
-        verdict = "better" if mean < 0 else "worse"
-        return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
     interval = f"{mean - half:+.4f} to {mean + half:+.4f} bits per byte, negative is better"
     if max(ratios) > 1.1 * min(ratios):
         return f"the times vary too much to say ({interval}); delete out/compare and try again"
+    if size > half:
+        verdict = "better" if mean < 0 else "worse"
+        return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
     return f"no difference that {n} seeds can show ({interval})"
 
 

@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-import sys
 from pathlib import Path
 
 import tiktoken
@@ -59,14 +58,12 @@ def logits_and_attention(model: nn.Module, idx: torch.Tensor):
     PyTorch's attention that the model makes for it. Raises UserError if there are none to show."""
     with RecordAttention() as attention:
         logits, _ = model(idx)
-    T, n, n_layer = idx.size(1), len(attention.weights), model.config.n_layer
+    T = idx.size(1)
     shapes = {tuple(weights.shape[1:]) for weights in attention.weights}  # {(nh, T, T)}
-    if n == 0:
+    if not shapes:
         raise UserError("--explain: no attention seen: no call of F.scaled_dot_product_attention")
     if len(shapes) > 1 or shapes.pop()[1:] != (T, T):
         raise UserError(f"--explain: attention is not between all {T} tokens, or n_head differs")
-    if n != n_layer:
-        print(f"--explain: {n} calls of attention seen, in {n_layer} layers", file=sys.stderr)
     return logits[0], torch.cat(attention.weights)
 
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -131,8 +130,9 @@ def test_a_difference_within_the_interval_is_not_called_one():
     close, far = [1.0, 1.05, 1.09], [1.0, 1.05, 1.11]
     assert judge(differences, close) == judge(differences, [1.0])
     assert judge(differences, far).startswith(f"the times vary too much to say {interval}")
-    clear = [-0.03, -0.031, -0.029]  # whatever the times were, they are in the losses
-    assert judge(clear, far) == judge(clear, [1.0]) and judge(clear, far).startswith("better by")
+    clear = [-0.03, -0.031, -0.029]  # even if the losses agree
+    assert judge(clear, close).startswith("better by")
+    assert judge(clear, far).startswith("the times vary too much to say (-0.0325 to -0.0275")
 
 
 def test_one_seed_cannot_say_and_equal_losses_are_no_difference():
@@ -193,10 +193,10 @@ def test_the_working_tree_is_compared_with_the_last_commit(project, run_compare)
     (project / "new.py").write_text("not committed\n")
 
     def fake(side, seed, steps):
-        """Steps of the working tree take 1.25, 2 and 1.6 times as long, without the warm-up."""
+        """Steps of the working tree take 1.25, 1.3 and 1.2 times as long, without the warm-up."""
         if side == "last-commit":
             return 2 + 0.1 * seed, 999, 10, 30
-        return 2 + 0.1 * seed + (10 + seed) / steps, 5, 10, {1: 40, 2: 70, 3: 54}[seed]
+        return 2 + 0.1 * seed + (10 + seed) / steps, 5, 10, {1: 40, 2: 42, 3: 38}[seed]
 
     code, printed, trainings = run_compare("--", *FLAGS, fake=fake)
     assert code == 0
@@ -208,14 +208,14 @@ def test_the_working_tree_is_compared_with_the_last_commit(project, run_compare)
     # Every other seed in reversed order, and each seed with its own ratio of times.
     a, b = "last-commit", "working-tree"
     expected = [(a, 1, 20), (b, 1, 20), (b, 2, 20), (a, 2, 20), (a, 3, 20), (b, 3, 20)]
-    expected += [(b, 1, 16), (b, 2, 10), (b, 3, 12)]
+    expected += [(b, 1, 16), (b, 2, 15), (b, 3, 17)]
     for (side, words), (name, seed, steps) in zip(trainings, expected, strict=True):
         assert side == name and words[: len(FLAGS)] == FLAGS
         flags = {f"--seed={seed}", f"--max_iters={steps}", "--eval_tokens=0", "--curves=False"}
         assert flags <= set(words[len(FLAGS) :])
-    assert "| 1.62 (1.25 to 2.00) | 2.800 (2.650 to 2.950) | 3.190 (" in printed.out
+    assert "| 1.25 (1.20 to 1.30) | 2.800 (2.650 to 2.950) | 2.951 (" in printed.out
     assert "| 1.00 (1.00 to 1.00) | 2.200 (2.100 to 2.300) | 2.200 (" in printed.out
-    differences = [[11 / 20, 12 / 20, 13 / 20], [11 / 16, 12 / 10, 13 / 12]]
+    differences = [[11 / 20, 12 / 20, 13 / 20], [11 / 16, 12 / 15, 13 / 17]]
     for question, values in zip(("after", "in the time of"), differences, strict=True):
         assert f"{b} against {a} {question} 20 steps: {judge(values, [1.0])}\n" in printed.out
     assert "worse by 0.6000 bits per byte (0.4758 to 0.7242)" in printed.out
@@ -268,7 +268,7 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(project
     interrupted = False
     assert trained() == ["same", "working-tree"]
     assert trained() == []
-    # Whatever a run depends on makes new runs.
+    # Everything that a run depends on makes new runs.
     os.utime(preset, ns=(1, 1))
     assert len(trained()) == 4
     edit(project / "train.py", '"""Train a GPT.', '"""Train a GPT!')
@@ -288,7 +288,6 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_li
 
     assert "nothing has changed since the last commit" in error_of("--", *FLAGS)
     patch = comment_patch(project)
-    assert "none.patch: No such file" in error_of("none.patch", "--", *FLAGS)
     assert "--n_layer" in error_of(patch, "--", *FLAGS, "--n_leyer=3")
     text = (project / patch).read_text()
     (project / patch).write_text(text.replace("-import math", "-import maths"))
@@ -296,27 +295,3 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_li
     (project / patch).write_text(text.replace("import math  #", "raise ValueError('mine')  #"))
     code, _, trainings = run_compare(patch, "--", *FLAGS)  # whose first side trains
     assert code.splitlines()[-1] == "ValueError: mine" and len(trainings) == 2
-    shutil.rmtree(project / ".git")
-    assert "not a git repository" in error_of("--", *FLAGS)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_real_processes_and_the_same_command_continues(project):
-    """In a process group, as a shell makes it."""
-    command = [sys.executable, "-m", "gptling.compare", comment_patch(project), "--seeds=1", "--"]
-    command += [*FLAGS, "--max_iters=300", "--eval_interval=300"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    options = {"cwd": project, "env": environment, "text": True, "start_new_session": True}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
-    out, until = project / "out" / "compare", time.monotonic() + 300
-    while not list(out.glob("same/run/log.jsonl")) and time.monotonic() < until:
-        time.sleep(0.02)  # to the middle of the second training
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=300)
-    assert process.returncode == 130
-    (finished,) = out.glob("*/300-steps-seed-1.json")
-    written = finished.stat().st_mtime_ns
-    process = subprocess.run(command, capture_output=True, **options)
-    assert process.returncode == 0, process.stderr
-    assert finished.parent.name == "working-tree" and finished.stat().st_mtime_ns == written
-    assert "same against working-tree after 300 steps: no difference at all" in process.stdout

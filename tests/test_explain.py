@@ -156,16 +156,6 @@ def test_attention_that_cannot_be_shown_is_one_line(new, line):
         explain(model, BYTES, list(range(65, 77)), 1)
 
 
-@pytest.mark.gpt2
-def test_a_layer_that_attends_twice_is_shown_twice_and_said(capsys):
-    model = random_model(model_class=edited_module((KERNEL, KERNEL + KERNEL)).GPT)
-    ids = list(range(65, 77))
-    weights = read_weights(explain(model, BYTES, ids, 1))
-    expected = attention_of(model, ids).repeat_interleave(2, dim=0)
-    torch.testing.assert_close(weights, expected, **CLOSE)
-    assert "4 calls of attention seen, in 2 layers" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------------- the tokens
 
 
@@ -227,18 +217,6 @@ def test_no_text_can_end_the_data_of_a_page(tmp_path):
     assert json.loads(written) == data and not set(written) & set("<>&")
 
 
-def test_a_page_that_cannot_be_written_leaves_the_older_one(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    page = tmp_path / "page.html"
-    page.write_text("older")
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises((UserError, OSError), match=r"No space left|disk is full"):
-        write_page(page, {})
-    assert page.read_text() == "older" and list(tmp_path.iterdir()) == [page]
-
-
 # ---------------------------------------------------------------------------- the browser
 
 
@@ -262,14 +240,10 @@ def browser():
     chrome.quit()
 
 
-def open_page(browser, page, width=1280, scheme="light"):
+def open_page(browser, page, width=1280):
     """Load a page at the size of a phone or a desktop."""
-    phone = width < 500
-    size = {"width": width, "height": 740 if phone else 800, "deviceScaleFactor": 1}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"mobile": phone})
-    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": phone})
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(page.as_uri())
 
 
@@ -315,35 +289,27 @@ def test_a_walk_by_keyboard_shows_weights_probabilities_and_alternatives(browser
             p, probability = data["probabilities"][t - 1], text_of(browser, "probability")
             assert f"{100 * p:.1f}%" in probability or p < 0.1
             assert f"rank {data['ranks'][t - 1]}" in probability
-            rows = browser.find_elements("css selector", "#alternatives .text")
-            assert [row.text for row in rows] == [
-                label for label, *_ in data["alternatives"][t - 1]
-            ]
+            shown = [e.text for e in browser.find_elements("css selector", "#alternatives .text")]
+            assert shown == [label for label, *_ in data["alternatives"][t - 1]]
         browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
-    for key, position in ((Keys.HOME, 0), (Keys.ARROW_LEFT, 0), (Keys.END, len(ids) - 1)):
+    for key, position in ((Keys.HOME, 0), (Keys.END, len(ids) - 1)):
         browser.switch_to.active_element.send_keys(key)
         assert evaluate(browser, SHOWN) == position
-    assert "Attended most to" in text_of(browser, "status")
     ActionChains(browser).move_to_element(tokens[6]).perform()
     assert evaluate(browser, SHOWN) == 6
     ActionChains(browser).move_to_element(browser.find_element("tag name", "h1")).perform()
     assert evaluate(browser, SHOWN) == len(ids) - 1  # the mouse only looks; a click stays
-    browser.switch_to.active_element.send_keys(Keys.TAB)  # which reaches the text once
-    assert browser.switch_to.active_element.get_attribute("id") == "layer"
     assert browser.get_log("browser") == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_hostile_text_stays_text_that_can_be_read_on_a_phone(browser, tmp_path, scheme):
+def test_hostile_text_stays_text_that_can_be_read_on_a_phone(browser, tmp_path):
     """In tokens, in alternatives and in the name of the checkpoint. Nothing is loaded either."""
-    from selenium.webdriver.common.keys import Keys
-
     ranks = {token.encode(): i for i, token in enumerate(HOSTILE)}
     encoding = tiktoken.Encoding("x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
     data = explain(random_model(len(HOSTILE)), encoding, [*range(len(HOSTILE))], 1)
     write_page(tmp_path / "page.html", {"model": HOSTILE[1]} | data)
-    open_page(browser, tmp_path / "page.html", width=360, scheme=scheme)
+    open_page(browser, tmp_path / "page.html", width=360)
     labels = [visible(token.encode()) for token in HOSTILE]
     assert evaluate(browser, f"{TOKENS}.map((token) => token.textContent)") == labels
     assert HOSTILE[1] in text_of(browser, "model")
@@ -352,25 +318,6 @@ def test_hostile_text_stays_text_that_can_be_read_on_a_phone(browser, tmp_path, 
     assert evaluate(browser, "performance.getEntriesByType('resource').length") == 0
 
     assert evaluate(browser, "document.documentElement.scrollWidth") == 360
-    first, *others = browser.find_elements("css selector", ".token")
-    assert all(token.rect["width"] >= 24 and token.rect["height"] >= 24 for token in others)
-    first.click()
-    browser.switch_to.active_element.send_keys(Keys.ARROW_DOWN)
-    assert browser.switch_to.active_element.rect["y"] > first.rect["y"]
-    browser.switch_to.active_element.send_keys(Keys.ARROW_UP)
-    assert evaluate(browser, SHOWN) == 0
-    # The contrast of text with the darkest shading under it, by WCAG's formula.
-    style = "getComputedStyle(document.documentElement).getPropertyValue(arguments[0])"
-    colors = (evaluate(browser, style, f"--{name}") for name in ("ink", "muted", "page", "shade"))
-    ink, muted, background, shade = map(luminance, colors)
-    for text, under in ((ink, background), (muted, background), (ink, shade)):
-        assert (max(text, under) + 0.05) / (min(text, under) + 0.05) >= 4.5
-    assert background > 0.8 if scheme == "light" else background < 0.05
+    tokens = browser.find_elements("css selector", ".token")[1:]
+    assert all(token.rect["width"] >= 24 and token.rect["height"] >= 24 for token in tokens)
     assert browser.get_log("browser") == []
-
-
-def luminance(color):
-    """WCAG's relative luminance of #rrggbb."""
-    values = [int(color.strip()[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

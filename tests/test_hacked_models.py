@@ -1,10 +1,9 @@
-"""Whoever edits model.py need not know of any other file: each patch of docs/experiments/ and some
+"""You can edit model.py without knowing any other file: each patch of docs/experiments/ and some
 edits take effect in training, evaluation and sampling, and are stored as what they are."""
 
 import gc
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -28,10 +27,11 @@ from tests import try_model
 from tests.conftest import ROOT, TEXT, TINY, run_here
 from tests.edits import copy_edited, edited, edited_module
 from tests.test_explain import attention_of
-from tests.test_model import generate, padded
+from tests.try_model import generate, padded
 
 pytestmark = pytest.mark.gpt2  # patches and edits are of the unchanged code
 PATCHES = sorted((ROOT / "docs" / "experiments").glob("*.patch"))
+SLOW = pytest.mark.slow
 SIZES = {"block_size": 16, "vocab_size": 97, "n_layer": 2, "n_head": 4, "n_embd": 32}
 
 
@@ -52,7 +52,6 @@ LOGITS = "return self.lm_head(x)"
 LOSS = "        return logits, losses.sum() / (targets != -100).sum()"
 MASK = "        mask = self.causal_mask[None, None, past : past + T, :S]\n"
 MLP = "        self.mlp = MLP(config)\n"
-NORM = "nn.LayerNorm(C, bias=bias)", "nn.LayerNorm(C, elementwise_affine=False)"
 DISTANCE = "torch.arange(past, past + T)[:, None] - torch.arange(S)"
 ALIBI = f"""        slopes = 2.0 ** (-8 * torch.arange(1, self.n_head + 1) / self.n_head)
         bias = -slopes[:, None, None] * ({DISTANCE})
@@ -67,10 +66,9 @@ AFTER_NEXT = """        y = self.head_2(x[:, :-1]).flatten(0, 1)
         after = self.losses(y, targets[:, 1:].flatten()).sum() / (targets != -100).sum()
 """
 HEAD_2 = "self.head_2 = nn.Linear(config.n_embd, config.vocab_size, bias=False)"
-AVERAGE = """        x = self.ln_f(x)
-        if self.training:
+AVERAGE = """        if self.training:
             self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
-        return x - self.mean
+        return self.ln_f(x) - self.mean
 """
 GATE = (
     (MLP, f"{MLP}        self.gate = nn.Parameter(torch.ones(1))\n"),
@@ -107,7 +105,7 @@ HACKS = {
          (LOSS, f'{AFTER_NEXT}{LOSS}, {{"after_next": after}}')),
         terms=("after_next",),
     ),
-    "gate": Hack(GATE, gpt2=False, untouched=2),
+    "gate": Hack(GATE, untouched=2),
     "stored buffer": Hack(
         (("        self.untouched =",
           '        self.register_buffer("gain", 2.5 * torch.ones(2))\n        self.untouched ='),
@@ -124,11 +122,16 @@ HACKS = {
          ("        x = F.dropout(x, self.config.dropout, self.training)\n", "")),
         gpt2=True,
     ),
-    "norms without weights": Hack(
-        (NORM, ("nn.LayerNorm(config.n_embd, bias=config.bias)", "nn.Identity()")), even=False,
-    ),
 }  # fmt: skip
-MODELS = [name for name in HACKS if name not in ("lion", "invsqrt")]  # which are of train.py
+QUICK = ("gqa", "moe", "softcap", "z-loss", "ALiBi", "gate", "stored buffer")  # CI runs all
+
+
+def some(names, quick):
+    """The names as parameters of a test, which is slow for all but the quick ones."""
+    return [name if name in quick else pytest.param(name, marks=SLOW) for name in names]
+
+
+MODELS = some([n for n in HACKS if n not in ("lion", "invsqrt")], QUICK)  # not train.py's
 
 
 def random_model(module, **sizes):
@@ -140,10 +143,6 @@ def random_model(module, **sizes):
         mean = 1.0 if name.endswith("weight") and parameter.dim() == 1 else 0.0
         torch.nn.init.normal_(parameter, mean=mean, std=min(std, 0.3))
     return model
-
-
-def unchanged_model(**sizes):
-    return random_model(sys.modules["model"], **sizes)
 
 
 def hacked_model(name, **sizes):
@@ -213,31 +212,6 @@ def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
             assert new.isfinite().all()
 
 
-def test_a_shared_block_is_recomputed_once_for_each_time_that_it_runs():
-    model, calls = hacked_model("shared").train(), []
-    model.h[0].ln_1.register_forward_hook(lambda *_: calls.append(1))
-    recompute_activations(model, compile_blocks=False)
-    model(*batch())[1].backward()
-    assert len(calls) == 2 * model.config.n_layer
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ((LOSS, f"{LOSS} + 1e-4 * logits.float().logsumexp(-1).square().mean()"),),
-        (*GATE, (LOSS, f"{LOSS} + sum((block.gate - 1).abs().sum() for block in self.h)")),
-    ],
-    ids=["of the logits", "that begins at zero"],
-)
-def test_what_forward_adds_to_the_losses_is_kept(changes, capsys):
-    """A loss in pieces would lose it, and is not used."""
-    model, (idx, targets) = edited_module(*changes).GPT(GPT.config_class(**SIZES)), batch()
-    plain = results(model, idx, targets)
-    use_loss_in_pieces(model)
-    assert model.loss_in_pieces is None and "memory" in capsys.readouterr().out
-    torch.testing.assert_close(results(model, idx, targets), plain)
-
-
 def test_a_moving_average_is_moved_by_training_alone(capsys):
     buffer = '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'
     first = "        self.untouched ="
@@ -255,7 +229,6 @@ def test_a_third_value_that_is_not_a_dict_of_scalars_is_an_error(third):
 
 
 def test_a_mask_of_training_alone_acts_after_loading_too(tmp_path):
-    """Loading has seen the mask of evaluation, which stays the kernel's."""
     drop = "        if self.training:\n            mask = mask & (torch.rand(T, S) > 0.5)\n"
     model, idx = random_model(edited_module((MASK, MASK + drop))), batch()[0]
     assert not save(model, tmp_path)
@@ -264,19 +237,6 @@ def test_a_mask_of_training_alone_acts_after_loading_too(tmp_path):
     model.train()
     assert not torch.allclose(model(idx)[0], model(idx)[0], atol=0.1)
     assert torch.equal(model.eval()(idx)[0], quiet)
-
-
-def test_a_mask_that_says_so_may_change_during_training():
-    window = MASK, f"{MASK}        mask = mask & ({DISTANCE} < self.window)\n"
-    first = "        self.plain_mask = {}", "        self.window, self.plain_mask = 16, {}"
-    changing = "return self.plain_mask.get(self.training, False)", "return False"
-    model, (idx, _) = random_model(edited_module(window, first, changing)).train(), batch()
-    before = model(idx)[0]
-    for block in model.h:
-        block.attn.window = 3
-    after = model(idx)[0]
-    torch.testing.assert_close(after[:, :3], before[:, :3])
-    assert not torch.allclose(after[:, 3:], before[:, 3:], atol=0.1)
 
 
 # ---------------------------------------------------------------------------- sampling
@@ -306,7 +266,7 @@ def test_faster_layers_give_the_same_text(name, capsys, compile=False):
     assert "other logits" not in said and ("compiled in" in said) == compile
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
     compiler = torch.compile
@@ -315,12 +275,12 @@ def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
     test_faster_layers_give_the_same_text(name, capsys, compile=True)
 
 
-HIDDEN_LOGIT = (LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)")
+HIDDEN_LOGIT = LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)"
 PREVIOUS = "        x = (x + F.pad(x, (0, 0, 1, -1))) / 2\n"
 FOURTH = "        x = (x + F.pad(x, (0, 0, 4, 0))[:, : x.size(1)]) / 2\n"
 
 
-@pytest.mark.parametrize("prompts", [[[5]], [[5, 6, 7, 8]], [[5], [6, 7, 8, 9, 10]]])
+@pytest.mark.parametrize("prompts", [[[5]], [[5], [6, 7, 8, 9, 10]]])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -361,9 +321,7 @@ NORMED = "return F.linear(F.normalize(x, dim=-1), F.normalize(self.lm_head.weigh
 
 
 @pytest.mark.parametrize(
-    "change, dtype",
-    [((LOGITS, NORMED), torch.float32), (BY_HAND, torch.bfloat16)],
-    ids=["reads a weight that they lack", "cannot use keys in float32"],
+    "change, dtype", [((LOGITS, NORMED), torch.float32), (BY_HAND, torch.bfloat16)]
 )
 def test_faster_layers_that_fail_are_left_out(change, dtype, capsys):
     model = random_model(edited_module(change), n_embd=256).to(dtype)
@@ -377,14 +335,13 @@ def test_faster_layers_that_fail_are_left_out(change, dtype, capsys):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_checkpoint_is_stored_as_what_it_is(name, bias, tmp_path):
+def test_a_checkpoint_is_stored_as_what_it_is(name, tmp_path):
     """And neither model.py loads what the other has made, unless both compute the same."""
     import transformers
 
     hack, theirs = HACKS[name], transformers.AutoModelForCausalLM
-    model, idx = hacked_model(name, bias=bias), torch.randint(97, (3, 16))
+    model, idx = hacked_model(name), torch.randint(97, (3, 16))
     ours, unchanged = tmp_path / "ours", tmp_path / "unchanged"
     reason = save(model, ours)
     again = load(type(model), ours)
@@ -392,7 +349,7 @@ def test_a_checkpoint_is_stored_as_what_it_is(name, bias, tmp_path):
     torch.testing.assert_close(again(idx)[0], model(idx)[0], rtol=0, atol=0)
     weights, same = model.state_dict(), again.state_dict()
     assert weights.keys() == same.keys() and all(torch.equal(weights[k], same[k]) for k in same)
-    save(unchanged_model(bias=bias), unchanged)
+    save(random_model(sys.modules["model"]), unchanged)
     stored = json.loads((ours / "config.json").read_text())
     if hack.gpt2:
         assert stored["model_type"] == "gpt2" and not reason and stored["attn_pdrop"] == 0.0
@@ -424,23 +381,18 @@ def test_a_change_that_the_first_weights_hide_shows_at_a_later_save(tmp_path):
     "one, other",
     [
         (HACKS["ALiBi"].changes, ((MASK, f"{MASK}        mask = mask & ({DISTANCE} < 5)\n"),)),
-        (((MASK, f"{MASK}        mask = mask & ({DISTANCE} < 200)\n"),), ()),
-        ((HIDDEN_LOGIT,), ()),
         (HACKS["softcap"].changes, HACKS["gqa"].changes),  # each has a field that the other lacks
     ],
-    ids=["the same tensors", "a window of 200 tokens", "a hidden logit", "another field"],
 )
-def test_models_with_the_same_names_of_tensors_are_told_apart(one, other, tmp_path):
-    save(random_model(edited_module(*one), block_size=512), tmp_path)
-    load(edited_module(*one).GPT, tmp_path)
+def test_two_changed_models_are_told_apart(one, other, tmp_path):
+    save(random_model(edited_module(*one)), tmp_path)
     with pytest.raises(ValueError):
         load(edited_module(*other).GPT, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["smoothing", "erf form of GELU"])
-def test_weights_that_another_program_has_changed_are_no_other_model(name, tmp_path):
+def test_weights_that_another_program_has_changed_are_no_other_model(tmp_path):
     """Every other program writes them without our metadata."""
-    model = hacked_model(name)
+    model = hacked_model("erf form of GELU")
     save(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = 2.5
@@ -452,13 +404,6 @@ def test_shared_blocks_are_stored_once(tmp_path):
     save(hacked_model("shared"), tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert {name.split(".")[2] for name in names if ".h." in name} == {"0"}
-
-
-def test_a_field_of_ones_own_wins_over_a_name_of_gpt2s(tmp_path):
-    field = "    bias: bool = True", "    attn_pdrop: float = 0.3\n    bias: bool = True"
-    model = random_model(edited_module(field), attn_pdrop=0.2)
-    save(model, tmp_path)
-    assert load(type(model), tmp_path).config.attn_pdrop == 0.2
 
 
 # ---------------------------------------------------------------------------- in a run
@@ -492,7 +437,10 @@ TRAIN = ["--dataset=mine", *TINY, "--max_iters=6", "--eval_interval=4", "--log_i
 RESUME = ["--out_dir=out/mine", "--resume"]
 
 
-@pytest.mark.parametrize("name", [n for n in HACKS if "erf" not in n])  # too near after 6 steps
+RUNS = [name for name in HACKS if "erf" not in name]  # which is too near after 6 steps
+
+
+@pytest.mark.parametrize("name", some(RUNS, ("moe", "gate", "no dropout")))
 def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     hack = HACKS[name]
     flags = [*TRAIN, *(f"--{field}={value}" for field, value in hack.sizes.items())]
@@ -543,9 +491,9 @@ def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, 
         assert steps[-1][term] < steps[0][term] - 0.05
 
 
+@SLOW
 def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(run, tmp_path):
-    """A field of GPTConfig, at once a flag, is new to the run, then changed. The unchanged code
-    still loads the model."""
+    """A new field of GPTConfig is a flag at once. The unchanged code still loads the model."""
     old, new = HACKS["z-loss"].changes[0]
     weight = "    bias: bool = True", "    z_loss: float = 0.0\n    bias: bool = True"
     changes = ((old, new.replace("0.01", "self.config.z_loss")), weight)
@@ -570,8 +518,9 @@ def test_a_deliberate_change_resumes_from_weights_of_another_model(run):
     assert "computes something else" in run((), "sample", "out/mine", code=1)
 
 
+@SLOW
 def test_a_run_resumes_with_a_new_parameter(run, tmp_path):
-    """Which has no optimizer state yet. A new run begins with the weights of the old one."""
+    """It has no optimizer state yet. A new run may begin with the weights of the old one."""
     run((), "train", *TRAIN)
     allowed = [GATE, "train", "--allow_changed_model"]
     assert "it has no h.0.gate" in run(*allowed, *RESUME, "--max_iters=8")
@@ -585,64 +534,33 @@ def test_a_run_resumes_with_a_new_parameter(run, tmp_path):
 # ---------------------------------------------------------------------------- docs/experiments
 
 
-def header(patch):
-    """The patch's first lines: {"flags": ..., "prepare": ...}, and the text before these."""
-    text = patch.read_text(encoding="utf-8").partition("diff --git")[0]
-    lines = [line.removeprefix("# ") for line in text.splitlines()]
-    settings = dict(re.findall(r"^# (flags|prepare):(.*)$", text, re.MULTILINE))
-    return settings, " ".join(line for line in lines if not re.match("(flags|prepare):", line))
-
-
-def lines_of(patch, sign):
-    diff = patch.read_text(encoding="utf-8").partition("diff --git")[2]
-    return [line for line in diff.splitlines() if re.match(rf"\{sign}(?!\{sign}\{sign})", line)]
-
-
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_a_patch_is_one_idea_with_its_source_in_one_file(patch):
-    settings, idea = header(patch)
-    assert "flags" in settings and re.search(r"\d{4}.*https://arxiv.org/abs/\d+\.\d+\)", idea)
-    assert len(re.findall("^diff --git", patch.read_text(), re.MULTILINE)) == 1
-    assert len(lines_of(patch, "+")) <= 25
-    git = ["git", "apply", "--check", str(patch)]
-    checked = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stderr
+    text = patch.read_text(encoding="utf-8")
+    idea, _, diff = text.partition("diff --git")
+    assert re.search(r"\d{4}[^)]* https://arxiv.org/abs/\d+\.\d+\)", idea) and "# flags:" in idea
+    added, removed = (len(re.findall(rf"^\{s}(?!\{s}\{s})", diff, re.M)) for s in "+-")
+    assert "diff --git" not in diff and added <= 25
+    table = (ROOT / "docs" / "experiments" / "README.md").read_text(encoding="utf-8")
+    assert f"| [{patch.stem}]({patch.name}) | +{added} -{removed} |" in table
+    subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, check=True)
+    assert patch.stem in HACKS or patch.stem == "words"
 
 
-def test_the_table_of_experiments_has_each_patch_with_its_lines():
-    page = (ROOT / "docs" / "experiments" / "README.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.patch\) \| ([^|]*) \|", page, re.MULTILINE))
-    assert rows == {p.stem: f"+{len(lines_of(p, '+'))} -{len(lines_of(p, '-'))}" for p in PATCHES}
-    assert {*rows} == {*HACKS} & {*rows} | {"words"}
-
-
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", ["gqa", "lion", "moe", "words"])
 def test_a_patched_copy_keeps_what_a_gpt_promises(name, tmp_path):
     """In processes of its own: stopped by a signal, trained by two processes, compiled."""
-    transformers = pytest.importorskip("transformers", reason="pip install -e '.[test]'")
     copied = ["model.py", "train.py", "sample.py", "prepare.py", "gptling", "config", "tests"]
     copy_edited(tmp_path, copied, (name,))
-    settings, _ = header(ROOT / "docs" / "experiments" / f"{name}.patch")
+    patch = (ROOT / "docs" / "experiments" / f"{name}.patch").read_text(encoding="utf-8")
+    settings = dict(re.findall(r"^# (flags|prepare):(.*)$", patch, re.MULTILINE))
     flags = [*settings["flags"].split(), "--", *settings.get("prepare", "").split()]
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.try_model", "work", *flags],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-m", "tests.try_model", "work", *flags]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
-    checkpoint = tmp_path / "work" / "out" / "text" / "checkpoint-16"
     kind = "gpt2" if name in ("lion", "words") else "gptling"
     assert f"the checkpoint says model_type {kind}" in process.stdout
-    if kind == "gpt2":
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-        tokens = load_tokenizer(checkpoint).encode(TEXT[:100])[:32]
-        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-        assert tokenizer(TEXT[:100])["input_ids"][:32] == tokens
-        with torch.no_grad():
-            ours, _ = load(GPT, checkpoint)(torch.tensor([tokens]))
-            expected = theirs(torch.tensor([tokens])).logits
-            torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    checkpoint = tmp_path / "work" / "out" / "text" / "checkpoint-16"
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(checkpoint)
+    assert theirs(TEXT[:100])["input_ids"] == load_tokenizer(checkpoint).encode(TEXT[:100])

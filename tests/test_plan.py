@@ -24,10 +24,8 @@ from train import TrainConfig, set_up
 
 
 def corpus(tokens, vocab_size):
-    n_val, tokenizer = tokens // 10, SimpleNamespace(n_vocab=vocab_size)
-    return SimpleNamespace(
-        n_tokens=tokens, val=range(n_val), tokenizer=tokenizer, longest=n_val - 1
-    )
+    val, tokenizer = range(tokens // 10), SimpleNamespace(n_vocab=vocab_size)
+    return SimpleNamespace(n_tokens=tokens, val=val, tokenizer=tokenizer, longest=len(val) - 1)
 
 
 NOTE, NOTES = corpus(10_000, 64), corpus(30_000, 64)
@@ -35,8 +33,7 @@ BOOK, BOOKS = corpus(400_000, 1024), corpus(40_000_000, 8192)
 
 
 class Simulator(Planner):
-    """A machine on which a step takes 6 FLOPs for each parameter and token, and 1.4 times as long
-    with dropout."""
+    """A machine that needs 6 FLOPs for each parameter and token, 1.4 times as many with dropout."""
 
     def __init__(self, data, minutes=5, flops=1e11, memory=math.inf, world_size=1, **fixed):
         processes = SimpleNamespace(world_size=world_size, device="cpu")
@@ -86,13 +83,10 @@ SIX = {"world_size": 6, "gradient_accumulation_steps": 10}
 PLANS = [
     (NOTE, 1, {}, "2 3 96 0.1 64 16 1 200 0.01 0.05 67 0"),
     (NOTES, 1, {}, "2 4 128 0.1 64 16 1 351 0.01 0.05 117 0"),
-    (BOOK, 0.5, {}, "2 4 128 0 64 32 1 355 0.01 0.05 119 34080"),
     (BOOK, 4, {}, "2 6 192 0 64 32 1 1622 0.01 0.040825 541 0"),
     (BOOK, 8, {}, "3 4 256 0.1 64 32 1 930 0.0075 0.035355 133 34546"),
-    (BOOK, 10, {}, "3 4 256 0.1 64 32 1 1151 0.0075 0.035355 128 33296"),
     (BOOK, 60, {}, "4 6 384 0.1 64 32 1 2091 0.005 0.028868 210 0"),
     (BOOKS, 1, {}, "2 2 64 0 64 32 1 640 0.01 0.05 214 57774"),
-    (BOOKS, 4, {}, "2 4 128 0 128 16 1 1185 0.01 0.05 395 102515"),
     (BOOKS, 10, {}, "2 6 192 0 128 32 1 870 0.01 0.040825 97 50289"),
     (BOOKS, 100, {}, "3 4 256 0 256 32 1 2445 0.0075 0.035355 245 250888"),
     (BOOKS, 500, {}, "4 6 384 0 512 16 1 5347 0.005 0.028868 535 547759"),
@@ -133,10 +127,9 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(data
 
 
 TIMES = [(data, minutes, {}) for data in (BOOK, BOOKS) for minutes in (0.2, 1, 5, 20, 120)]
-TIMES += [(BOOKS, minutes, {"eval_tokens": 0}) for minutes in (5, 20, 60)]
 TIMES += [
-    (BOOKS, 5, {"eval_interval": 20, "eval_tokens": 100_000}),
-    (BOOKS, 5, {"eval_interval": 10**6}),
+    (BOOKS, 20, {"eval_tokens": 0}),
+    (BOOKS, 5, EVALUATED),
     (BOOKS, 5, {"eval_interval": 10**6, "eval_tokens": 2_000_000}),
     (BOOKS, 5, {"n_layer": 12, "n_embd": 768, "n_head": 12, "flops": 1e13, "eval_tokens": 1024}),
     (BOOKS, 5, {"batch_size": 64, "block_size": 512, "gradient_accumulation_steps": 3}),
@@ -197,10 +190,10 @@ def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_litt
         assert TwoCores(corpus(2_147_393, 8192), 0.8).plan()["n_embd"] == n_embd
 
 
-@pytest.mark.parametrize("minutes", [0.2, 0.3, 0.5, 1, 2, 5])
+@pytest.mark.parametrize("minutes", [0.2, 0.5, 2, 5])
 @pytest.mark.parametrize("tokens", [10_000, 25_000, 60_000, 150_000, 400_000])
 def test_dropout_is_decided_by_the_tokens_that_are_trained(tokens, minutes):
-    """Those without dropout count: it stays though it leaves time for fewer."""
+    """The steps without dropout count. Dropout stays although it leaves time for fewer steps."""
     planner = Simulator(corpus(tokens, 512), minutes, 3e10)
     fields = planner.plan()
     longer = 1.4 if fields["dropout"] else 1
@@ -208,48 +201,16 @@ def test_dropout_is_decided_by_the_tokens_that_are_trained(tokens, minutes):
     assert fields["dropout"] in (0, 0.1)
 
 
-def test_dropout_that_leaves_time_for_fewer_epochs_stays():
-    for flops in (3e10 * 1.07**n for n in range(30)):
-        planner = Simulator(corpus(317_847, 2048), 5, flops)
-        fields = planner.plan()
-        assert fields["dropout"] or memorisation(planner, fields) < 35
-
-
-@pytest.mark.parametrize(
-    "tokens, vocab_size, layers, width, epochs, dropout",
-    [
-        (159_089, 512, 3, 128, 6, 0.0),  # 1.908 bits per byte, with dropout 2.006
-        (159_089, 512, 2, 192, 8, 0.1),  # 1.898, without 1.947
-        (159_089, 512, 4, 256, 8, 0.1),  # 1.839, without 1.945
-        (317_847, 2048, 2, 192, 3.8, 0.0),
-        (317_847, 2048, 3, 256, 9, 0.1),  # 2.110, without 2.277
-        (2_273_252, 4096, 3, 256, 4.5, 0.0),
-    ],
-)
-def test_dropout_is_where_it_was_better(tokens, vocab_size, layers, width, epochs, dropout):
-    """docs/one_dial.md"""
-    planner = Simulator(corpus(tokens, vocab_size))
-    fields = planner.fields_for(planner.sizes(layers, width), epochs * tokens)
-    assert fields["dropout"] == dropout
-
-
-@pytest.mark.parametrize(
-    "tokens, text, block_size",
-    [
-        (1.2e6, 159_089, 64),  # 1.898 bits per byte, with 128 1.920
-        (1.5e6, 2_272_967, 64),  # 1.665, with 128 1.693
-        (2.6e6, 2_272_967, 128),  # 1.478, with 64 1.481
-        (5.4e6, 2_272_967, 128),  # 1.364, with 256 1.376
-        (8.3e6, 2_272_967, 256),  # 1.291, with 128 1.321
-        (9.8e6, 2_272_967, 256),  # 1.194, with 128 1.269
-        (20e6, 159_089, 64),  # a text seen 126 times counts as if it were four
-    ],
-)
-def test_sequences_have_the_length_that_was_better(tokens, text, block_size):
-    """docs/one_dial.md"""
-    planner = Simulator(corpus(text, 4096))
-    fields = planner.fields_for(planner.sizes(3, 256), tokens)
-    assert fields["block_size"] == block_size
+def test_sequences_have_the_length_that_was_better():
+    """docs/one_dial.md. A text that is seen 126 times counts as if it were seen four times."""
+    lengths = {1.5e6: 64, 2.6e6: 128, 5.4e6: 128, 8.3e6: 256, 9.8e6: 256}
+    for text, tokens, block_size in [
+        *((2_272_967, *row) for row in lengths.items()),
+        (159_089, 20e6, 64),
+    ]:
+        planner = Simulator(corpus(text, 4096))
+        fields = planner.fields_for(planner.sizes(3, 256), tokens)
+        assert fields["block_size"] == block_size
 
 
 @pytest.mark.parametrize("n_embd, n_layer", {32: 2, 100: 2, 192: 2, 300: 3, 512: 6}.items())
@@ -262,10 +223,8 @@ def test_a_given_width_has_at_most_the_layers_of_its_shape(n_embd, n_layer):
     "fixed",
     [
         dict(n_layer=7, n_embd=80, block_size=50, batch_size=3, learning_rate=1e-4, dropout=0.3),
-        dict(n_layer=16, eval_interval=7, warmup_iters=3),
-        dict(n_head=6, muon_lr=0.2, min_lr=0.01, eval_tokens=500),
-        dict(gradient_accumulation_steps=5, learning_rate=0.3, init_from="out/other"),
-        dict(n_layer=3, n_head=5, n_embd=100, seed=7, dtype="float32"),
+        dict(n_head=6, muon_lr=0.2, min_lr=0.01, eval_tokens=500, gradient_accumulation_steps=5),
+        dict(n_layer=3, n_head=5, n_embd=100, eval_interval=7, warmup_iters=3, seed=7),
     ],
 )
 def test_what_is_given_stays_and_a_step_is_timed_with_it(fixed):
@@ -288,7 +247,7 @@ def test_all_processes_have_equally_many_sequences(world_size, accumulation):
 
 
 def test_a_plan_fits_into_memory():
-    """By the estimate of docs/one_dial.md: a large batch is accumulated unless it is given."""
+    """By the estimate of docs/one_dial.md. A large batch is accumulated unless it is given."""
     for memory in (2e8, 1e9, 1e10):
         planner = Simulator(BOOKS, 10_000, 1e15, memory)
         for fields in [planner.plan(), *planner.timed]:
@@ -296,16 +255,12 @@ def test_a_plan_fits_into_memory():
             activations *= 4 * fields["batch_size"] * fields["block_size"]
             assert 20 * planner.parameters(fields) + activations <= memory
     sizes = {"n_embd": 768, "n_layer": 12, "block_size": 512}
-    much, little = (Simulator(BOOKS, 10_000, 1e13, m, **sizes).plan() for m in (1e12, 1e10))
-    assert tokens_per_step(much) == tokens_per_step(little)
-    assert little["gradient_accumulation_steps"] > 1 == much["gradient_accumulation_steps"]
     planner = Simulator(BOOKS, 10_000, 1e13, 1e10, batch_size=64, **sizes)
     assert planner.plan()["gradient_accumulation_steps"] == 1
-    assert {timed["block_size"] for timed in planner.timed} == {512}
 
 
 def test_a_machine_that_is_too_slow_trains_one_step_and_evaluates_one_sequence():
-    fields = Simulator(BOOKS, 0.2, flops=1e8, block_size=512).plan()
+    fields = Simulator(BOOKS, 0.2, 1e8, block_size=512).plan()
     assert fields["eval_tokens"] == 512 and fields["max_iters"] == 1
     fields = Simulator(BOOKS, -1).plan()  # the time is over before it begins
     assert (fields["max_iters"], fields["n_embd"]) == (1, 64)
@@ -425,15 +380,13 @@ def test_the_time_is_counted_from_the_programs_start():
 @pytest.mark.parametrize(
     "preset, words, planned, expected",
     [
-        ("", [], 1, {}),  # nothing says how long
         ("", ["--n_layer=1", "--optimizer=adamw"], 1, {"n_layer": 1}),
         ("n_embd = 32\n", [], 1, {"n_embd": 32}),
         ("max_iters = 2\neval_interval = 2\n", [], None, {"n_embd": 128}),
-        ("max_iters = 2\neval_interval = 2\nbatch_size = 3\n", ["--minutes=0.5"], 0.5, {}),
+        ("max_iters = 2\nbatch_size = 3\n", ["--minutes=0.5"], 0.5, {"batch_size": 3}),
         ("", ["--max_iters=2", "--eval_interval=2"], None, {}),
         ("minutes = 0.5\n", [], 0.5, {}),
         ("", ["--init_from=out/first"], 1, {"n_layer": 2, "n_embd": 16, "block_size": 16}),
-        ("", ["--init_from=out/first", "--block_size=8"], 1, {"n_embd": 16, "block_size": 8}),
     ],
 )
 def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
