@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
 import re
 from pathlib import Path
 
@@ -177,29 +176,6 @@ def test_data_suit_a_checkpoint_that_has_their_tokens(
     else:
         with pytest.raises(UserError, match="--tokenizer=data/theirs"):
             data.check_tokenizer(checkpoint, vocab_size)
-
-
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
-def test_no_pickle_in_a_token_file_is_opened(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
-    write_data(tmp_path / "data/mine", [1] * 50, [1] * 50, tokenizer)
-    for name in ("train-00001.npy", "val.npy"):
-        np.save(tmp_path / "data/mine" / name, np.array([Evil()] * 50), allow_pickle=True)
-        with pytest.raises(UserError, match="Python objects"):
-            Dataset("mine", 16)
-        assert not (tmp_path / "ran").exists()
-        (tmp_path / "data/mine" / name).unlink()
-
-
-def test_a_directory_without_prepared_text_is_named_with_the_remedy(trained, monkeypatch):
-    monkeypatch.chdir(trained)
-    with pytest.raises(UserError, match=r"data/nix.*prepare\.py.*--name=nix.*--dataset from mine"):
-        Dataset("nix", 16)
 
 
 @pytest.mark.slow
