@@ -175,7 +175,7 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple], ch
     def start_thread():  # threads that share a tokenizer wait for each other
         local.tokenizer = tiktoken.Encoding(
             tokenizer.name,
-            pat_str=getattr(tokenizer, "engine_pattern", tokenizer._pat_str),
+            pat_str=tokenizer._pat_str,
             mergeable_ranks=tokenizer._mergeable_ranks,
             special_tokens=tokenizer._special_tokens,
         )

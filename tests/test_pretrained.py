@@ -322,30 +322,16 @@ def test_the_weights_of_another_architecture_carry_16_numbers_that_it_gives(tmp_
     model = random_model(model_class=Capped)
     save(model, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        (stored,) = file.metadata().values()  # of several the order in the file would be random
+        (stored,) = file.metadata().values()
     idx = torch.arange(16)
     idx = (31 * idx * idx + 7 * idx + 3) % 28
     with torch.no_grad():
         logits = model(idx[None])[0][0, -1].double()
     expected = [logits[i::16].mean().item() for i in range(16)]
-    assert json.loads(stored)["logits"] == pytest.approx(expected, abs=1e-5)
+    assert json.loads(stored) == pytest.approx(expected, abs=1e-5)
     save(random_model(), tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}, "as transformers asks for"
-
-
-@pytest.mark.parametrize("changed", [GPT, Capped])
-def test_numbers_in_config_json_as_they_were_until_2026_are_understood(changed, tmp_path):
-    model, idx = random_model(model_class=changed), torch.tensor([[3, 13, 1, 23, 19]])
-    save(model, tmp_path)
-    edit_tensors(tmp_path)
-    with torch.no_grad():
-        logits = model((31 * torch.arange(5) ** 2 + 7 * torch.arange(5) + 3)[None] % 28)[0][0, -1]
-    numbers = [logits[i::16].mean().item() for i in range(16)]
-    edit_config(tmp_path, check={"tokens": 5, "logits": numbers, "weights": "0123"})
-    assert torch.equal(load_model(changed, tmp_path)(idx)[0], model(idx)[0])
-    with pytest.raises(ChangedModelError):
-        load(LooserCap, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

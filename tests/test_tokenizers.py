@@ -285,15 +285,20 @@ def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path):
     assert tokenizer.special_tokens_set == {END_OF_TEXT, "<pad>"}
     for text in TEXTS:
         assert tokenizer.encode_ordinary(text) == other.encode(text).ids
+    template = json.dumps(STORED | {"post_processor": TEMPLATE})
+    assert load_tokenizer(store(tmp_path, template)).encode_ordinary(SAMPLES) == (
+        tokenizer.encode_ordinary(SAMPLES)
+    )
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+TEMPLATE = {"type": "TemplateProcessing", "special_tokens": {}}  # transformers writes it
 DIGITS = {"type": "Digits", "individual_digits": True}
 STORED = json.loads(stranger().to_str())
 MERGES, VOCAB = STORED["model"]["merges"], STORED["model"]["vocab"]
 CHANGES = {
     "lower case": {"normalizer": {"type": "Lowercase"}},
-    "start of text": {"post_processor": {"type": "TemplateProcessing"}},
+    "start of text": {"post_processor": TEMPLATE | {"special_tokens": {"<s>": {"ids": [1]}}}},
     "prefix space": {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
     "no pattern": {"pre_tokenizer": BYTE_LEVEL | {"use_regex": False}},
     "whitespace": {"pre_tokenizer": {"type": "Whitespace"}},
