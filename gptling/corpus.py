@@ -75,8 +75,8 @@ def _is_text(file, folder):  # and not hidden
 
 
 def read_documents(sources: Iterable[Source]) -> Iterator[tuple[int, Iterable[str]]]:
-    """(size in bytes, text in pieces) of each document: each "text" of a file of records, or the
-    whole of another file, which is not read for its size. Raises UserError for what is no text."""
+    """Yield (size in bytes, text in pieces) of each document: each "text" in a file of records, or
+    the whole of any other file. Raises UserError for a file or record without text."""
     for source in sources:
         if not isinstance(source, Path):
             yield from ((len(text.encode()), [text]) for text in source if text)
@@ -107,8 +107,8 @@ def _records(file):
 
 
 def _pieces(file):
-    """The text of a file in pieces that give the tokens of the whole: a cut is before white space
-    after a letter, where no tokenizer's pattern has a token in common."""
+    """A file's text in pieces with the same tokens as the whole file: each ends between a letter
+    and white space, where no tokenizer's pattern has a token across."""
     text = ""
     try:
         with file.open(encoding="utf-8-sig", newline="") as f:
@@ -124,10 +124,10 @@ def _pieces(file):
 
 
 def validation_bytes(size: int, index: int, seen: int, held_out: int, n_first: int) -> int:
-    """How many bytes at the end of a document are for validation. With fewer than ten documents it
-    is the last tenth of each. Otherwise each document that fits whole into a tenth of the text so
-    far is, and the end of every tenth document if few did. index, seen, held_out: the documents
-    before it, their bytes, and how many of these are for validation; n_first: documents, to ten."""
+    """How many bytes at the end of a document are for validation. With fewer than ten documents
+    (n_first) it is the last tenth of each. Otherwise it is every document that fits whole into a
+    tenth of the text so far, and the end of every tenth document if few did. index, seen, held_out:
+    the number of documents before this one, their bytes, and their bytes for validation."""
     if n_first < 10:
         return min(size // 10, MAX_VALIDATION // n_first)
     limit = min((seen + size) // 10, MAX_VALIDATION)
@@ -138,7 +138,7 @@ def validation_bytes(size: int, index: int, seen: int, held_out: int, n_first: i
 
 class Corpus:
     """The documents of the named sources. count: documents, characters, and bytes of "train" and
-    "val", as far as they were read. Raises UserError if there is no text."""
+    "val" read so far. Raises UserError if there is no text."""
 
     def __init__(self, names: Iterable[str]):
         sources = [source for name in names for source in find_sources(name)]
@@ -148,7 +148,7 @@ class Corpus:
             raise UserError(f"{' '.join(names)}: no text in it")
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """("train" or "val", text) in order; an empty text ends a split's part of a document."""
+        """Yield ("train" or "val", text). An empty text ends a document's part of a split."""
         self.count = counts = Counter()
         for index, (size, pieces) in enumerate(read_documents(self.sources)):
             before, seen = counts.copy(), counts["train"] + counts["val"]
@@ -168,14 +168,14 @@ class Corpus:
 
 def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple], check=True):
     """Yield (key, token ids) for each (key, text), in order, with a bounded amount of text in
-    memory; by threads, for tiktoken releases the interpreter's lock. check: raise UserError for a
-    character that the tokenizer lacks. tiktoken itself would abort."""
+    memory. It uses threads, as tiktoken releases the interpreter's lock. check: raise UserError for
+    a character that the tokenizer lacks, for which tiktoken would abort."""
     local, check = threading.local(), check and not has_all_bytes(tokenizer)
 
     def start_thread():  # threads that share a tokenizer wait for each other
         local.tokenizer = tiktoken.Encoding(
             tokenizer.name,
-            pat_str=getattr(tokenizer, "engine_pattern", tokenizer._pat_str),
+            pat_str=tokenizer._pat_str,
             mergeable_ranks=tokenizer._mergeable_ranks,
             special_tokens=tokenizer._special_tokens,
         )
@@ -204,8 +204,8 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple], ch
 
 def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: Iterable[tuple]):
     """Write train-00000.npy, train-00001.npy, ... and val.npy, uint16 or uint32, from (split, ids)
-    as encode_on_all_cores gives them; no ids end a document. Returns how many tokens of each split
-    there are, and a fingerprint: the sha256 of the ids, document by document."""
+    as encode_on_all_cores yields them. Empty ids end a document. Returns the number of tokens in
+    each split, and a fingerprint: the sha256 of the ids."""
     dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32)
     separator = [tokenizer.eot_token] if END_OF_TEXT in tokenizer.special_tokens_set else []
     unsaved, n_tokens = {"train": bytearray(), "val": bytearray()}, Counter()

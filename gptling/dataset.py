@@ -1,5 +1,5 @@
-"""data/NAME as training reads it, in sequences of block_size tokens. The batch of step s is a pure
-function of (seed, s): there is no loader whose state a checkpoint would have to keep."""
+"""data/NAME as training reads it, in sequences of block_size tokens. The batch of a step is a pure
+function of (seed, step), so a checkpoint has no state of a loader."""
 
 import functools
 import itertools
@@ -17,13 +17,8 @@ from gptling.files import read_json
 from gptling.tokenizers import bytes_per_token, load_tokenizer
 
 
-def read_meta(directory: str | Path) -> dict[str, Any]:
-    """The meta.json of a data directory."""
-    return read_json(Path(directory) / "meta.json")
-
-
 def open_tokens(file: Path) -> np.ndarray:
-    """The token ids of a .npy file, mapped into memory. Raises UserError for a damaged one."""
+    """Map the token ids of a .npy file into memory. Raises UserError for a damaged one."""
     try:
         return np.load(file, mmap_mode="r")
     except ValueError as error:
@@ -41,7 +36,7 @@ class Dataset:
             others = f", or choose --dataset from {', '.join(found[:9])}" if found else ""
             remedy = f"python prepare.py YOUR.txt --name={name}{others}"
             raise UserError(f"{directory} has no prepared text: {remedy}")
-        self.fingerprint = read_meta(directory)["sha256"]
+        self.fingerprint = read_json(directory / "meta.json")["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
         self.train = [open_tokens(file) for file in sorted(directory.glob("train-*.npy"))]
@@ -74,15 +69,14 @@ class Dataset:
         def load(step, micro_step):
             ranks = processes.rank, processes.world_size
             sequences = get_sequences(self.train, config, step, micro_step, *ranks)
-            # Sent whole: of a view, pinned memory would need a copy that is made first.
-            sequences = processes.to_device(sequences)
+            sequences = processes.to_device(sequences)  # whole: pinning a view would copy it first
             return sequences[:, :-1], sequences[:, 1:]  # the target of a token is the next one
 
         return prefetch(load, itertools.product(steps, range(micro_steps)))
 
     def validation_batches(self, batch_size: int, processes) -> Iterator:
         """(inputs, targets) of this process's share of the validation sequences. The last ones are
-        filled up with targets of -100: all processes get equally many, as sharding needs."""
+        filled up with targets of -100: every process has the same number, as FSDP needs."""
         T, n, world_size = self.block_size, len(self.val_starts), processes.world_size
         # All batches have one shape, so that a compiled model is compiled once.
         size = min(batch_size, math.ceil(n / world_size))
@@ -120,24 +114,19 @@ def sequence_order(n_sequences: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n_sequences)
 
 
-def sequences_in(n_tokens: int, T: int) -> int:
-    """How many sequences of T + 1 tokens a shard gives, each beginning with the last token of the
-    one before: one less than would fit, so that the first may begin at any of T places."""
-    return max(n_tokens // T - 1, int(n_tokens > T))
-
-
 def get_sequences(
     shards: Sequence[np.ndarray], config, step: int, micro_step=0, rank=0, world_size=1
 ) -> torch.Tensor:
-    """The sequences of a micro-batch, (B, block_size + 1) int64, B as micro_batches says.
+    """The sequences of a micro-batch, (B, block_size + 1) int64: a pure function of the arguments.
 
-    A pure function of its arguments. An epoch visits every sequence once, in an order drawn from
-    (seed, epoch). Sequences do not overlap; where the first one starts is drawn anew in each epoch.
-    A step takes the same ones whatever the number of processes: micro-step m of rank r takes
-    micro-batch m * world_size + r."""
+    An epoch visits every sequence once, in an order drawn from (seed, epoch). Each begins with the
+    last token of the one before. Each epoch draws where the first one of a shard begins. A step has
+    the same sequences with any number of processes: micro-step m of rank r has micro-batch
+    m * world_size + r."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
-    in_shard = np.array([sequences_in(len(shard), T) for shard in shards])
+    # One sequence less than would fit, so that the first may begin at any of T places.
+    in_shard = np.array([max(len(shard) // T - 1, int(len(shard) > T)) for shard in shards])
     ends = in_shard.cumsum()  # sequences up to the end of each shard
     first = ((step * micro_steps + micro_step) * world_size + rank) * B  # since the run began
     sequences = np.empty((B, T + 1), dtype=np.int64)

@@ -86,7 +86,7 @@ def with_zero_biases(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in eval mode and float32 without TF32, so that devices differ by rounding only."""
+    """The model in eval mode and float32, without TF32: devices differ by rounding only."""
     parameter, precision = next(model.parameters()), torch.get_float32_matmul_precision()
     training = model.training
     torch.set_float32_matmul_precision("highest")
@@ -96,29 +96,29 @@ def in_float32(model: nn.Module) -> Iterator[nn.Module]:
     model.train(training)
 
 
-def fixed_ids(model: nn.Module, n: int = CHECKED_TOKENS) -> torch.Tensor:
-    """The same n ids at every call, or block_size if that is less: (1, T)."""
-    i = torch.arange(min(n, model.config.block_size), device=next(model.parameters()).device)
+def fixed_ids(model: nn.Module) -> torch.Tensor:
+    """The same ids at every call, (1, T)."""
+    T = min(CHECKED_TOKENS, model.config.block_size)
+    i = torch.arange(T, device=next(model.parameters()).device)
     return (31 * i * i + 7 * i + 3)[None] % model.config.vocab_size
 
 
-def mean_logits(model: nn.Module, n: int = CHECKED_TOKENS) -> torch.Tensor:
-    """The logits after n fixed ids as 16 numbers, each the mean of every 16th of them."""
+def mean_logits(model: nn.Module) -> torch.Tensor:
+    """The logits after the fixed ids as 16 numbers, each the mean of every 16th of them."""
     with in_float32(model) as model:
-        logits = model(fixed_ids(model, n), last_only=True)[0][0, -1]
+        logits = model(fixed_ids(model), last_only=True)[0][0, -1]
     logits = logits.clamp(min=-1e4).cpu()  # some models mask a token with -inf
     return torch.stack([logits[i % len(logits) :: 16].mean() for i in range(16)])
 
 
 def same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether they differ by rounding only, which makes 1e-5 of their spread; 1e-4 is allowed. GELU
-    in its erf form instead of its tanh form makes 3e-4 to 1e-3."""
+    """Whether they differ by rounding only: by less than the two forms of GELU differ."""
     return torch.allclose(logits, expected, rtol=1e-5, atol=1e-4 * float(expected.std()))
 
 
 def why_not_gpt2(model: nn.Module, last_only: bool = False) -> str:
-    """Why the model computes something else than the GPT-2 with its weights, "" if it does not. Of
-    CHECKED_TOKENS logits, or only of the last, which takes half the time."""
+    """Why the model computes something else than the GPT-2 with its weights, "" if it does not.
+    last_only: compare the logits of the last fixed id alone, in half the time."""
     with in_float32(model) as model:
         tensors, shapes = with_zero_biases(model), gpt2_shapes(model.config)
         if other := shapes.items() ^ {n: tuple(t.shape) for n, t in tensors.items()}.items():
@@ -138,8 +138,7 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     directory.mkdir(parents=True, exist_ok=True)
     if reason := why_not_gpt2(model):
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
-        check = {"tokens": CHECKED_TOKENS, "logits": mean_logits(model).tolist()}
-        metadata = {"check": json.dumps(check)}  # one entry: several are stored in random order
+        metadata = {"check": json.dumps(mean_logits(model).tolist())}
         tensors = published_tensors(model)
     else:
         config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
@@ -169,8 +168,8 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     """The model that `save` or GPT2LMHeadModel wrote to a directory, in eval mode and float32.
 
     changes: fields of its config to change, such as dropout=0.1. Raises ValueError for options or
-    shapes that do not fit; ChangedModelError for a tensor that is missing or left over, or other
-    logits. With allow_changed a line says so instead, and what is missing is as in a new model."""
+    shapes that do not fit, and ChangedModelError for a tensor that is missing or left over, or for
+    other logits. With allow_changed this is printed, and missing tensors are as in a new model."""
     directory = Path(directory)
     stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     is_gpt2 = stored.get("model_type") != "gptling"
@@ -187,13 +186,11 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
         model.load_state_dict(ours, strict=False)
     except RuntimeError as error:  # several lines, one for each shape
         raise ValueError(" ".join(str(error).split())) from None
-    check = json.loads(metadata.get("check", "null")) or stored.get("check")  # where it was before
     difference = different_names(model, tensors)
     if not difference and is_gpt2:
         difference = why_not_gpt2(model, last_only=True)
-    elif not difference and check:
-        logits = mean_logits(model, check["tokens"])
-        if not same(logits, torch.tensor(check["logits"])):
+    elif not difference and "check" in metadata:
+        if not same(mean_logits(model), torch.tensor(json.loads(metadata["check"]))):
             difference = "it gives other logits than those stored with its weights"
     if difference and not allow_changed:
         raise ChangedModelError(difference)
@@ -213,8 +210,8 @@ def stored_sizes(model_class: type, stored: dict) -> dict:
 
 
 def different_names(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
-    """The tensors that only a checkpoint or only the model has, but for masks that Hugging Face
-    stored, biases of zeros, and second names of shared tensors."""
+    """The tensors that only a checkpoint or only the model has. Masks that Hugging Face stored,
+    biases of zeros, and second names of shared tensors do not count."""
     missing = sorted(published_tensors(model).keys() - tensors.keys())
     unused = sorted(tensors.keys() - model.state_dict().keys())
     unused = [n for n in unused if not n.endswith((".attn.bias", ".attn.masked_bias"))]

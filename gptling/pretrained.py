@@ -22,9 +22,9 @@ FILES = ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 def find_checkpoint(path: str | Path = "") -> Path:
-    """The checkpoint that `path` names: itself, a GPT-2 of the hub, or a run's with the lowest
-    validation loss, but the newest if the run was stopped after its last evaluation. Without a path
-    that of the newest run under out/. Raises UserError."""
+    """The checkpoint that `path` names: a checkpoint, a run, or a GPT-2 of the hub. Without a path
+    it is the newest run under out/. A run means its checkpoint with the lowest validation loss, or
+    its newest one if it was stopped after its last evaluation. Raises UserError."""
     runs = [run for run in Path("out").glob("*") if list_checkpoints(run)]
     runs.sort(key=os.path.getmtime)
     if not (path or runs):
@@ -54,7 +54,7 @@ def download(name: str) -> Path:
 
 
 class SkipInit(TorchFunctionMode):
-    """Leave parameters as they are: they are loaded next, and 124 M random numbers take time."""
+    """Skip initialisation: weights are loaded next, and 124 M random numbers need a second."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         of_parameter = isinstance((kwargs or {}).get("tensor"), torch.nn.Parameter)
@@ -64,8 +64,8 @@ class SkipInit(TorchFunctionMode):
 
 
 def load_model(model_class: type, path: str | Path = "", allow_changed=False, **changes):
-    """The model that find_checkpoint finds; see gpt2_format.load. Raises UserError for a file that
-    is missing or damaged, and for a model that model.py does not compute."""
+    """Load the model that find_checkpoint finds, as gpt2_format.load does. Raises UserError for a
+    file that is missing or damaged, and for a model that model.py does not compute."""
     path = find_checkpoint(path)
     stored = gpt2_format.stored_sizes(model_class, read_json(path / "config.json"))
     if not (path / "model.safetensors").is_file():
@@ -89,8 +89,8 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
 
 
 def build_model(model_class: type, config: Any, data, source: Path | None):
-    """A new model to train, or a checkpoint's, of which train.py's configuration may change what
-    leaves its logits as they are, such as dropout or the weight of a term of the loss."""
+    """A model to train: a new one, or a checkpoint's. train.py's configuration may change what does
+    not change a checkpoint's logits, such as dropout or the weight of a term of the loss."""
     sizes = {field.name: getattr(config, field.name) for field in fields(model_class.config_class)}
     if source is None:
         multiple = config.vocab_multiple
@@ -107,9 +107,8 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
 
 
 def take_sizes(config: Any, given: dict, model_class: type, source: Path) -> int:
-    """Give train.py's configuration the sizes of the model in a checkpoint, except for those that
-    flags give. Returns the longest sequence that the model allows. Raises UserError for a longer
-    --block_size."""
+    """Copy the sizes of a checkpoint's model to train.py's configuration, except for those that
+    flags give. Returns the model's block_size. Raises UserError for a longer --block_size."""
     stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
     longest = stored["block_size"]
     if "block_size" not in given:

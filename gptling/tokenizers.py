@@ -56,12 +56,10 @@ def make_byte(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
 def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
     """A byte-level BPE with `vocab_size` tokens (0: 4,096), always including end-of-text. Raises
     UserError if the texts have too few pairs to merge."""
-    vocab_size = vocab_size or 4096
-    tokenizer = _train_bpe(draw_sample(texts, BPE_SAMPLE)[0], vocab_size)
-    if tokenizer.n_vocab < vocab_size:
-        raise UserError(
-            f"--vocab_size={vocab_size}: give at most {tokenizer.n_vocab}, or more text"
-        )
+    size = vocab_size or 4096
+    tokenizer = _train_bpe(draw_sample(texts, BPE_SAMPLE)[0], size)
+    if tokenizer.n_vocab < size:
+        raise UserError(f"--vocab_size={size}: give at most {tokenizer.n_vocab}, or more text")
     return tokenizer
 
 
@@ -91,7 +89,7 @@ def check_vocab_size(kind: str, vocab_size: int):
 
 
 def draw_sample(texts: Iterable[str], size: int) -> tuple[list[str], int]:
-    """Pieces from all of the texts, at most `size` characters, and the bytes of the whole texts."""
+    """Return pieces of all texts, at most `size` characters, and the size in bytes of all texts."""
     sample, length, n_bytes, share, rng = [], 0, 0, 1.0, random.Random(0)
     for text in texts:
         n_bytes += len(text.encode())
@@ -126,7 +124,7 @@ def _tokenizer(name, pattern, tokens, end_of_text):
 def build_tokenizer(
     kind: str, texts: Iterable[str] = (), vocab_size: int = 0, end_of_text: bool = True
 ) -> tiktoken.Encoding:
-    """One of TOKENIZERS, which is made from the texts, or one of tiktoken's. Raises UserError."""
+    """Make one of TOKENIZERS from the texts, or get one of tiktoken's. Raises UserError."""
     if kind in TOKENIZERS:
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
     names = ", ".join([*TOKENIZERS, *sorted(tiktoken.list_encoding_names())])
@@ -146,7 +144,7 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
 
 def encode(tokenizer: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
     """Token ids, (n,) uint32. Special tokens in the text are plain text. Raises UserError for a
-    character that the tokenizer lacks: tiktoken itself would abort."""
+    character that the tokenizer lacks, for which tiktoken would abort."""
     for character in () if has_all_bytes(tokenizer) else sorted(set(text)):
         if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
             raise UserError(f"{what}: the tokenizer lacks {character!r} (U+{ord(character):04X})")
@@ -157,12 +155,12 @@ def encode(tokenizer: tiktoken.Encoding, text: str, what: str = "the text") -> n
 
 
 def start_token(tokenizer: tiktoken.Encoding) -> int:
-    """What a text without a prompt starts from: end-of-text, or a newline, or the first token."""
+    """The first id of a text without a prompt: end-of-text, else a newline, else token 0."""
     return tokenizer._special_tokens.get(END_OF_TEXT, tokenizer._mergeable_ranks.get(b"\n", 0))
 
 
 def bytes_per_token(tokenizer: tiktoken.Encoding) -> np.ndarray:
-    """How many bytes of text each id stands for, (n_vocab,); 0 for special tokens and gaps."""
+    """The number of bytes of each id, (n_vocab,). Special tokens and unused ids have 0."""
     lengths = np.zeros(tokenizer.n_vocab, dtype=np.int64)
     for token, rank in tokenizer._mergeable_ranks.items():
         lengths[rank] = len(token)
@@ -170,7 +168,7 @@ def bytes_per_token(tokenizer: tiktoken.Encoding) -> np.ndarray:
 
 
 def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
-    """The text of a tokenizer.json that Hugging Face's tokenizers and load_tokenizer read alike."""
+    """The text of a tokenizer.json for Hugging Face's tokenizers and for load_tokenizer."""
     ranks = tokenizer._mergeable_ranks
     letters = {token: token.decode("latin-1").translate(BYTE_TO_LETTER) for token in ranks}
     tokens = sorted(ranks, key=ranks.get)
@@ -197,8 +195,8 @@ def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
 
 
 def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
-    """The tokenizer.json in a directory: tokenizer_to_json's, or another byte-level BPE such as
-    GPT-2's. Raises UserError if it is missing or if tiktoken would give other ids."""
+    """Read the tokenizer.json in a directory: tokenizer_to_json's, or another byte-level BPE such
+    as GPT-2's. Raises UserError if it is missing or if tiktoken would give other ids."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
         hint = f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(directory)!r})"

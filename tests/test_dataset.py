@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +15,17 @@ from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from tests.conftest import one_process
 from train import TrainConfig
 
+AB = build_tokenizer("char", ["ab"], end_of_text=False)
 
-def write_data(directory, train, val, tokenizer):
-    """A data directory with these ids."""
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write_data(name, train, val, tokenizer=AB):
+    """data/NAME with these ids."""
+    directory = Path("data") / name
     directory.mkdir(parents=True)
     for name, ids in (("train-00000", train), ("val", val)):
         np.save(directory / f"{name}.npy", np.asarray(ids, dtype=np.uint16))
@@ -106,36 +112,31 @@ def test_an_error_in_a_prefetched_batch_reaches_the_loop():
 # ---------------------------------------------------------------- validation
 
 
-def test_a_split_has_one_token_more_than_a_sequence_at_least(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
+def test_a_split_has_one_token_more_than_a_sequence_at_least(here):
     for train, val in ((17, 17), (16, 17), (17, 16)):
-        write_data(tmp_path / f"data/{train}-{val}", [1] * train, [1] * val, tokenizer)
+        write_data(f"{train}-{val}", [1] * train, [1] * val)
     assert Dataset("17-17", 16).longest == 16
     for name, split in (("16-17", "train"), ("17-16", "val")):
         with pytest.raises(UserError, match=f"the {split} split has 16 tokens, .* is 17"):
             Dataset(name, 16)
 
 
-def test_shards_are_in_the_order_of_their_names_whatever_the_file_system_says(
-    tmp_path, monkeypatch
-):
+def test_shards_are_in_the_order_of_their_names_whatever_the_file_system_says(here, monkeypatch):
     """As a batch is a function of seed and step alone."""
-    monkeypatch.chdir(tmp_path)
-    tokenizer, glob = build_tokenizer("char", ["ab"], end_of_text=False), type(tmp_path).glob
-    write_data(tmp_path / "data/mine", [1] * 50, [1] * 50, tokenizer)
+    write_data("mine", [1] * 50, [1] * 50)
+    glob = type(Path()).glob
     for n in (1, 2):
-        np.save(tmp_path / f"data/mine/train-{n:05}.npy", np.ones(50 + n, dtype=np.uint16))
+        np.save(f"data/mine/train-{n:05}.npy", np.ones(50 + n, dtype=np.uint16))
     for order in (1, -1):
         listed = lambda *arguments, order=order: sorted(glob(*arguments))[::order]  # noqa: E731
-        monkeypatch.setattr(type(tmp_path), "glob", listed)
-        assert [len(shard) for shard in Dataset("mine", 16).train] == [50, 51, 52]
+        monkeypatch.setattr(type(Path()), "glob", listed)
+        shards = Dataset("mine", 16).train
+        assert [len(shard) for shard in shards] == [50, 51, 52]
+        assert all(isinstance(shard, np.memmap) for shard in shards), "opened unread"
 
 
-def test_a_few_sequences_of_a_long_split_are_looked_at(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
-    write_data(tmp_path / "data" / "long", [1] * 50, np.zeros(3_500_000), tokenizer)
+def test_a_few_sequences_of_a_long_split_are_looked_at(here):
+    write_data("long", [1] * 50, np.zeros(3_500_000))
     data = Dataset("long", 16, 40)
     assert data.val_targets == data.val_bytes == 48 and data.val_starts[-1] > 2_000_000
 
@@ -163,65 +164,14 @@ def test_some_sequences_judge_as_the_whole_split_does():
         ("ab.", "ab.", 2, False),  # the model lacks a row for it
     ],
 )
-def test_data_suit_a_checkpoint_that_has_their_tokens(
-    tmp_path, monkeypatch, ours, theirs, vocab_size, same
-):
-    monkeypatch.chdir(tmp_path)
+def test_data_suit_a_checkpoint_that_has_their_tokens(here, ours, theirs, vocab_size, same):
     for name, characters in (("mine", ours), ("theirs", theirs)):
         end_of_text = characters.endswith(".")
         tokenizer = build_tokenizer("char", [characters[:2]], end_of_text=end_of_text)
-        write_data(tmp_path / "data" / name, [1] * 50, [1] * 50, tokenizer)
+        write_data(name, [1] * 50, [1] * 50, tokenizer)
     data, checkpoint = Dataset("mine", 16), Path("data/theirs")
     if same:
         data.check_tokenizer(checkpoint, vocab_size)
     else:
         with pytest.raises(UserError, match="--tokenizer=data/theirs"):
             data.check_tokenizer(checkpoint, vocab_size)
-
-
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
-def test_no_pickle_in_a_token_file_is_opened(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tokenizer = build_tokenizer("char", ["ab"], end_of_text=False)
-    write_data(tmp_path / "data/mine", [1] * 50, [1] * 50, tokenizer)
-    for name in ("train-00001.npy", "val.npy"):
-        np.save(tmp_path / "data/mine" / name, np.array([Evil()] * 50), allow_pickle=True)
-        with pytest.raises(UserError, match="Python objects"):
-            Dataset("mine", 16)
-        assert not (tmp_path / "ran").exists()
-        (tmp_path / "data/mine" / name).unlink()
-
-
-def test_a_directory_without_prepared_text_is_named_with_the_remedy(trained, monkeypatch):
-    monkeypatch.chdir(trained)
-    with pytest.raises(UserError, match=r"data/nix.*prepare\.py.*--name=nix.*--dataset from mine"):
-        Dataset("nix", 16)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
-def test_two_hundred_shards_open_unread_and_memory_stays_bounded(tmp_path):
-    """4 GB of tokens, as files with holes; 2,000 batches touch each of the shards."""
-    for n in range(200):
-        with (tmp_path / f"train-{n:05}.npy").open("wb") as file:
-            header = {"descr": "<u2", "fortran_order": False, "shape": (10_000_000,)}
-            np.lib.format.write_array_header_1_0(file, header)
-            file.truncate(file.tell() + 20_000_000)
-
-    def resident():
-        """Megabytes that are this process's own: pages of files can be taken back."""
-        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-
-    before = resident()
-    shards = [np.load(file, mmap_mode="r") for file in sorted(tmp_path.glob("train-*.npy"))]
-    assert sum(map(len, shards)) == 2_000_000_000 and resident() < before + 5
-    config = TrainConfig(block_size=1024, batch_size=8)
-    get_sequences(shards, config, 0)
-    before = resident()
-    for step in range(2000):
-        get_sequences(shards, config, step)
-    assert resident() < before + 20  # MB

@@ -1,5 +1,5 @@
-"""The formula of a GPT-2 against transformers. No test here is marked gpt2: tests with that mark
-are skipped if the formula says that model.py is changed, so a wrong formula would skip them all."""
+"""model.py and gpt2_format's formula against transformers. No test here is marked gpt2: tests with
+that mark are skipped if model.py and the formula differ, so a fault in either would hide there."""
 
 import pytest
 import torch
@@ -34,15 +34,29 @@ def test_the_formula_and_its_shapes_are_those_of_transformers(theirs):
     torch.testing.assert_close(last, logits[:, -1:], rtol=0, atol=1e-5)
 
 
+CHANGED = """model.py no longer computes a GPT-2: {}.
+
+If you changed model.py on purpose, this failure is expected. The tests marked gpt2 are skipped
+then, and checkpoints say model_type gptling, so that no program takes them for a GPT-2.
+If you did not, model.py has a bug that this test alone may report."""
+
+
+def fail(difference):
+    pytest.fail(CHANGED.format(difference), pytrace=False)
+
+
 @torch.no_grad()
-def test_model_py_is_taken_for_a_gpt2_if_it_gives_transformers_logits(theirs, tmp_path):
+def test_model_py_computes_a_gpt2_and_is_taken_for_one(theirs, tmp_path):
     model, idx = GPT(GPTConfig(block_size=16, **SIZES)).eval(), torch.randint(28, (3, 16))
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != dict(theirs.transformer.named_parameters()).keys():
-        pytest.skip("model.py has other parameters than a GPT-2")
-    for name, tensor in theirs.transformer.named_parameters():
-        conv1d = tensor.dim() == 2 and name.startswith("h.")
-        parameters[name].copy_(tensor.T if conv1d else tensor)
-    if not torch.allclose(model(idx)[0], theirs(idx).logits, rtol=0, atol=1e-4):
-        pytest.skip("model.py gives other logits than a GPT-2")
+    ours, published = (dict(m.named_parameters()) for m in (model, theirs.transformer))
+    if names := ours.keys() ^ published.keys():
+        fail(f"only one of the two has {', '.join(sorted(names))}")
+    for name, tensor in published.items():
+        tensor = tensor.T if tensor.dim() == 2 and name.startswith("h.") else tensor  # Conv1D
+        if ours[name].shape != tensor.shape:
+            fail(f"{name} has the shape {tuple(ours[name].shape)}")
+        ours[name].copy_(tensor)
+    error = (model(idx)[0] - theirs(idx).logits).abs().max().item()
+    if not error < 3e-5:
+        fail(f"with the same weights, logits differ by up to {error:.2g}")
     assert why_not_gpt2(model) == why_not_gpt2(model, last_only=True) == "" == save(model, tmp_path)

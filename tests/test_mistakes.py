@@ -2,21 +2,31 @@
 in one line that names the value and the remedy, and leaves nothing half-written. A wrong flag ends
 in tyro's box of a few lines, and exit code 2."""
 
+import ast
 import json
+import math
 import os
 import re
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from gptling.cli import UserError
 from gptling.files import lock_directory
-from tests.conftest import TEXT, TINY, run_here, run_script
+from gptling.pretrained import load_model
+from model import GPT
+from prepare import load_tokenizer
+from tests.conftest import ROOT, TEXT, TINY, run_here, run_script
 
 FILES = {
     "a.txt": TEXT.encode(),
     "b.txt": TEXT[::-1].encode(),
+    "new.txt": f"{TEXT}a bottle on üs all{TEXT}".encode(),
+    "data/notes/a.txt": TEXT.encode(),
     "empty.txt": b"",
     "short.txt": b"a",
     "latin.txt": b"caf\xe9 au lait",
@@ -43,10 +53,13 @@ MISTAKES = [
     ("prepare.py cut.jsonl.gz", "cut.jsonl.gz"),
     ("prepare.py pictures", "pictures", "text"),
     ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),
+    ("prepare.py a.txt --name=notes", "data/notes", "--overwrite", "--name"),
     ("prepare.py a.txt --name=../up", "--name", "../up", 2),
     ("prepare.py / --overwrite", "--name", 2),
     ("prepare.py a.txt --tokeniser=char", "--tokeniser", "--tokenizer", 2),
     ("prepare.py a.txt --tokenizer=bqe", "bqe", "bpe", "char", "byte", "gpt2"),
+    ("prepare.py a.txt --tokenizer=out/nix", "out/nix", "or a directory"),
+    ("prepare.py new.txt --tokenizer=out/mine", "'ü'", "U+00FC"),
     ("prepare.py a.txt --tokenizer=bpe --vocab_size=256", "256", "257", 2),
     ("prepare.py a.txt --tokenizer=bpe --vocab_size=5000", "5000", "more text"),
     ("prepare.py a.txt --tokenizer=char --vocab_size=500", "500", "bpe", 2),
@@ -69,7 +82,8 @@ MISTAKES = [
     ("train.py text.toml", "--n_layer", "'two'", 2),
     ("train.py --max_iters=5 config/gpt2.toml", "config/gpt2.toml", 2),
     # ------------------------------------------------------------ training
-    ("train.py --dataset=nix", "data/nix", "prepare.py"),
+    ("train.py --dataset=nix", "data/nix", "prepare.py", "--name=nix", "--dataset from", "mine"),
+    ("train.py --dataset=notes", "data/notes has no prepared text", "prepare.py"),
     ("train.py NEW --dataset=mine --block_size=1000", "1001", "--block_size"),
     ("train.py NEW --dataset=mine --min_lr=1", "--min_lr=1.0", "--learning_rate="),
     ("train.py NEW --dataset=mine --minutes=5", "--minutes=5", "--max_iters"),
@@ -80,6 +94,7 @@ MISTAKES = [
     ("train.py TINY --dataset=mine", "out/mine", "--resume", "--overwrite", "--out_dir"),
     ("train.py TINY --dataset=mine --out_dir=out/busy --overwrite", "out/busy", "another process"),
     ("train.py TINY --dataset=mine --out_dir=file/run", "file"),
+    ("train.py --resume --auto_resume", "only one of", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
     ("train.py --resume --out_dir=out/mine", "out/mine", "--max_iters"),
     (
@@ -99,8 +114,8 @@ MISTAKES = [
     ("sample.py damaged/config", "damaged/config", "config.json"),
     ("sample.py damaged/llama", "damaged/llama", "llama"),
     ("sample.py damaged/no_tokenizer", "damaged/no_tokenizer", "tokenizer.json"),
-    ("sample.py damaged/no_weights", "damaged/no_weights", "model.safetensors"),
-    ("sample.py damaged/cut_weights", "damaged/cut_weights", "model.safetensors"),
+    ("sample.py damaged/no_weights", "damaged/no_weights", "no model.safetensors"),
+    ("sample.py damaged/cut_weights", "cut_weights/model.safetensors is damaged", "delete"),
     ("sample.py out/mine --prompt=ü", "'ü'", "U+00FC"),
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
     ("sample.py out/mine --prompts=empty.txt", "empty.txt"),
@@ -218,3 +233,90 @@ def test_a_script_that_is_run_says_the_same(world):
         here = run_here(script, *arguments, cwd=world)
         assert process.returncode == here.returncode != 0
         assert process.stderr.splitlines() == here.stderr.splitlines()
+
+
+# ---------------------------------------------------------------- damaged and hostile files
+
+
+class Evil:
+    """Makes a directory when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+SAMPLE, RESUME = "sample.py out/mine", "train.py --out_dir=out/mine --resume --max_iters=30"
+TRAIN = f"train.py --dataset=mine {' '.join(TINY)} --out_dir=out/new"
+DAMAGED = [  # command, file, what becomes of it, what is said
+    (SAMPLE, "config.json", {"n_head": 3}, "n_head=3"),
+    (SAMPLE, "model.safetensors", math.nan, "NaN or infinity"),
+    (RESUME, "training_state.pt", b"short", "training_state"),
+    (RESUME, "training_state.pt", Evil(), "training_state"),
+    (TRAIN, "meta.json", b"{", "meta.json"),
+    (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
+    (TRAIN, "train-00000.npy", b"\x93NUMPY", "train-00000.npy"),
+    (TRAIN, "val.npy", Evil(), "Python objects"),
+]
+
+
+@pytest.mark.parametrize("command, name, change, words", DAMAGED, ids=lambda value: str(value)[:20])
+def test_a_damaged_file_is_named_and_runs_no_code(trained, tmp_path, command, name, change, words):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "out/mine/checkpoint-10")
+    file = tmp_path / ("data/mine" if command == TRAIN else "out/mine/checkpoint-20") / name
+    if isinstance(change, bytes):
+        file.write_bytes(change)
+    elif isinstance(change, dict):
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    elif isinstance(change, float):
+        weights = load_file(file)
+        save_file(weights | {"transformer.ln_f.weight": torch.full((16,), change)}, file)
+    elif file.suffix == ".npy":
+        np.save(file, np.array([change] * 50), allow_pickle=True)
+    else:
+        torch.save({"format": change}, file)
+    process = run_script(*command.split(), cwd=tmp_path)
+    error = process.stderr.decode()
+    said = [line for line in error.splitlines() if line[0] != " "]  # no code of a traceback
+    assert process.returncode == 1 and words in " ".join(said), error
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out/new").exists()
+
+
+def test_nothing_in_a_checkpoint_is_executed(trained, tmp_path, monkeypatch):
+    """Neither what transformers would run with trust_remote_code, nor what Python would import."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained / "out/mine/checkpoint-20", tmp_path, dirs_exist_ok=True)
+    for name in ("modeling.py", "tokenization.py", "__init__.py", "torch.py"):
+        (tmp_path / name).write_text('import os\nos.mkdir("ran")\n')
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling.Evil", "AutoConfig": "modeling.Evil"}}
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        values = json.loads((tmp_path / name).read_text(encoding="utf-8"))
+        (tmp_path / name).write_text(json.dumps(values | code), encoding="utf-8")
+    for name in ("pytorch_model.bin", "model.bin", "training_state.pt"):
+        torch.save({"x": Evil()}, tmp_path / name)
+    load_tokenizer(tmp_path)
+    load_model(GPT, tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # the pickled weights are no substitute
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        load_model(GPT, tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+PACKAGE = sorted((ROOT / "gptling").glob("*.py"))
+
+
+def test_pytorch_files_are_opened_without_pickle():
+    for file in [*ROOT.glob("*.py"), *PACKAGE]:
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                assert options.get("weights_only") == "True", file
+
+
+@pytest.mark.parametrize("file", [ROOT / "model.py", *PACKAGE], ids=lambda file: file.name)
+def test_the_package_knows_no_script_and_the_model_nothing_of_ours(file):
+    tree, scripts = ast.parse(file.read_text(encoding="utf-8")), {f.stem for f in ROOT.glob("*.py")}
+    imported = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    imported += [n.module or "." for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    forbidden = {"gptling", *scripts} if file.stem == "model" else scripts
+    assert not forbidden & {name.split(".")[0] for name in imported}

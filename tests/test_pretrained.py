@@ -7,10 +7,8 @@ import os
 import shutil
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +18,7 @@ from gptling.gpt2_format import ChangedModelError, load, save
 from gptling.pretrained import build_model, find_checkpoint, load_model, take_sizes
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, output_of, run_script
+from tests.conftest import ROOT, TINY, output_of
 from train import TrainConfig
 
 transformers = pytest.importorskip(
@@ -33,14 +31,25 @@ TOKENIZER = tokenizer_to_json(
 )
 
 
-def random_model(bias=True, model_class=GPT, **sizes):
+IDX = torch.randint(28, (3, 16), generator=torch.Generator().manual_seed(1))
+
+
+def randomised(model):
     """In eval mode, with weights that are large enough for a change to show."""
     torch.manual_seed(0)
-    sizes = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32} | sizes
-    model = model_class(model_class.config_class(vocab_size=28, bias=bias, **sizes)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return model.eval()
+
+
+def random_model(bias=True, model_class=GPT, **sizes):
+    sizes = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32} | sizes
+    return randomised(model_class(model_class.config_class(vocab_size=28, bias=bias, **sizes)))
+
+
+def assert_close(model, other):
+    """A model gives the logits of transformers' model."""
+    torch.testing.assert_close(model(IDX)[0], other(IDX).logits, rtol=0, atol=1e-5)
 
 
 def edit_config(directory, **changes):
@@ -61,11 +70,11 @@ def edit_tensors(directory, **changes):
 
 @pytest.mark.parametrize("bias, dropout", [(True, 0.2), (False, 0.0)])
 def test_transformers_reads_our_directory(tmp_path, bias, dropout):
-    model, idx = random_model(bias, dropout=dropout), torch.randint(28, (3, 16))
+    model = random_model(bias, dropout=dropout)
     assert save(model, tmp_path, TOKENIZER) == ""
     other, loading = Auto.from_pretrained(tmp_path, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    torch.testing.assert_close(other(idx).logits, model(idx)[0], rtol=0, atol=1e-5)
+    assert_close(model, other)
     theirs = other.config  # in which dropout would be 0.1 if config.json did not say so
     assert {theirs.embd_pdrop, theirs.attn_pdrop, theirs.resid_pdrop} == {dropout}
     prompt = torch.tensor([[1, 2, 3]])
@@ -73,20 +82,15 @@ def test_transformers_reads_our_directory(tmp_path, bias, dropout):
     ours = torch.cat(list(model.generate(prompt, 12, temperature=0)))
     assert other.generate(prompt, **options)[0, 3:].tolist() == ours.tolist()
     again = load(GPT, tmp_path)
-    assert again.config == model.config and torch.equal(again(idx)[0], model(idx)[0])
+    assert again.config == model.config and torch.equal(again(IDX)[0], model(IDX)[0])
 
 
 @pytest.mark.parametrize("base_only", [False, True])  # keys with and without `transformer.`
 def test_we_read_a_directory_of_transformers(tmp_path, base_only):
-    torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=28, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    other = transformers.GPT2LMHeadModel(config).eval()
-    for parameter in other.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    other = randomised(transformers.GPT2LMHeadModel(config))
     (other.transformer if base_only else other).save_pretrained(tmp_path)
-    idx = torch.randint(28, (3, 16))
-    model = load_model(GPT, tmp_path)
-    torch.testing.assert_close(model(idx)[0], other(idx).logits, rtol=0, atol=1e-5)
+    assert_close(load_model(GPT, tmp_path), other)
 
 
 def test_auto_tokenizer_gives_our_ids_and_text(tmp_path):
@@ -102,20 +106,17 @@ def test_auto_tokenizer_gives_our_ids_and_text(tmp_path):
 
 def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
     save(random_model(bias=False), tmp_path)
-    other = Auto.from_pretrained(tmp_path)
-    for parameter in other.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    other = randomised(Auto.from_pretrained(tmp_path))
     other.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"ln_f\.bias"):
         load_model(GPT, tmp_path)
-    idx = torch.randint(28, (3, 16))
     model = load_model(GPT, tmp_path, bias=True, dropout=0.25)
-    torch.testing.assert_close(model(idx)[0], other(idx).logits, rtol=0, atol=1e-5)
+    assert_close(model, other)
     assert model.config.bias and model.config.dropout == model.h[0].attn.dropout == 0.25
 
 
 def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
-    model, idx = random_model(bias=False), torch.randint(28, (3, 16))
+    model = random_model(bias=False)
     save(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert sum(name.endswith(".bias") and not t.any() for name, t in tensors.items()) == 13
@@ -124,7 +125,7 @@ def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
         tensors[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
         tensors[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, tmp_path / "model.safetensors")
-    assert torch.equal(load(GPT, tmp_path)(idx)[0], model(idx)[0])
+    assert torch.equal(load(GPT, tmp_path)(IDX)[0], model(IDX)[0])
 
 
 def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(tmp_path):
@@ -158,8 +159,7 @@ def test_a_gpt2_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
     for name in ("gpt2", "openai-community/gpt2-xl", "distilgpt2", "distilbert/distilgpt2"):
         hub_cache(tmp_path, name, monkeypatch)
         assert find_checkpoint(name).name == "abc"
-    idx = torch.randint(28, (3, 16))
-    torch.testing.assert_close(load_model(GPT, "gpt2")(idx)[0], random_model()(idx)[0])
+    torch.testing.assert_close(load_model(GPT, "gpt2")(IDX)[0], random_model()(IDX)[0])
     remedy = "gpt2-medium: cannot be downloaded .*into a directory gpt2-medium"
     with pytest.raises(UserError, match=remedy):
         load_model(GPT, "gpt2-medium")
@@ -210,99 +210,38 @@ def test_a_run_means_its_best_checkpoint_or_where_it_was_stopped(
 # ---------------------------------------------------------------------------- what does not fit
 
 
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"activation_function": "relu"}, "activation_function"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
-        ({"scale_attn_weights": False}, "scale_attn_weights"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ({"add_cross_attention": True}, "add_cross_attention"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
-        ({"model_type": "llama"}, "model_type is 'llama'"),
-        ({"n_embd": 64}, "wte.weight"),
-        ({"n_positions": 32}, "wpe.weight"),
-        ({"n_layer": 3}, "h.2."),
-        ({"n_layer": 1}, "h.1."),
-    ],
-)
-def test_a_config_that_the_weights_do_not_fit_is_refused(tmp_path, changes, named):
+MISFITS = [  # changes of config.json or of a tensor, and what is said
+    ({"activation_function": "relu"}, "activation_function"),
+    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
+    ({"scale_attn_weights": False}, "scale_attn_weights"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ({"add_cross_attention": True}, "add_cross_attention"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+    ({"model_type": "llama"}, "model_type is 'llama'"),
+    ({"n_embd": 64}, "wte.weight"),
+    ({"n_positions": 32}, "wpe.weight"),
+    ({"n_layer": 3}, "h.2."),
+    ({"n_layer": 1}, "h.1."),
+    ({"wpe.weight": None}, "wpe.weight"),
+    ({"h.1.ln_2.bias": None}, "h.1.ln_2.bias"),
+    ({"h.1.mlp.c_fc.weight": torch.zeros(128, 32)}, "h.1.mlp.c_fc.weight"),
+    ({"ln_f.weight": torch.zeros(33)}, "ln_f.weight"),
+    ({"ln_f.scale": torch.ones(32)}, "ln_f.scale"),
+    ({"h.2.ln_1.bias": torch.ones(32)}, "h.2.ln_1.bias"),
+    ({"lm_head.bias": torch.ones(28)}, "lm_head.bias"),
+]
+
+
+@pytest.mark.parametrize("changes, named", MISFITS, ids=[next(iter(c)) for c, _ in MISFITS])
+def test_an_option_or_tensor_that_does_not_fit_is_named(tmp_path, changes, named):
     save(random_model(), tmp_path)
-    edit_config(tmp_path, **changes)
+    edit = edit_tensors if named in changes and "." in named else edit_config
+    edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=named):
         load(GPT, tmp_path)
     with pytest.raises(UserError, match=named) as raised:
         load_model(GPT, tmp_path)
     assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "name, tensor",
-    [
-        ("wpe.weight", None),
-        ("h.1.ln_2.bias", None),
-        ("h.1.mlp.c_fc.weight", torch.zeros(128, 32)),
-        ("ln_f.weight", torch.zeros(33)),
-        ("ln_f.scale", torch.ones(32)),
-        ("h.2.ln_1.bias", torch.ones(32)),
-        ("lm_head.bias", torch.ones(28)),
-    ],
-)
-def test_a_tensor_that_is_missing_left_over_or_of_another_shape_is_named(tmp_path, name, tensor):
-    save(random_model(), tmp_path)
-    edit_tensors(tmp_path, **{name: tensor})
-    with pytest.raises(ValueError, match=name):
-        load(GPT, tmp_path)
-
-
-class Evil:
-    """Makes a directory when it is unpickled."""
-
-    def __reduce__(self):
-        return os.mkdir, ("ran",)
-
-
-SAMPLE, RESUME = "sample.py out/mine", "train.py --out_dir=out/mine --resume --max_iters=30"
-TRAIN = f"train.py --dataset=mine {' '.join(TINY)} --out_dir=out/new"
-NAN = {"ln_f.weight": torch.full((16,), math.nan)}
-DAMAGED = [  # command, file, what becomes of it, what is said
-    (SAMPLE, "config.json", b'{"n_layer": ', "config.json"),
-    (SAMPLE, "config.json", {"n_head": 3}, "n_head=3"),
-    (SAMPLE, "model.safetensors", None, "no model.safetensors"),
-    (SAMPLE, "model.safetensors", b"short", "model.safetensors is damaged"),
-    (SAMPLE, "model.safetensors", NAN, "NaN or infinity"),
-    (SAMPLE, "tokenizer.json", None, "tokenizer.json"),
-    (SAMPLE, "tokenizer.json", b'{"model": ', "tokenizer.json"),
-    (RESUME, "training_state.pt", b"short", "training_state"),
-    (RESUME, "training_state.pt", Evil(), "training_state"),
-    (TRAIN, "meta.json", b"{", "meta.json"),
-    (TRAIN, "tokenizer.json", None, "tokenizer.json"),
-    (TRAIN, "train-00000.npy", b"\x93NUMPY", "train-00000.npy"),
-    (TRAIN, "val.npy", Evil(), "val.npy"),
-]
-
-
-@pytest.mark.parametrize("row", DAMAGED, ids=lambda row: row[1])
-def test_a_damaged_file_is_named_and_runs_no_code(trained, tmp_path, row):
-    command, name, change, words = row
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "out/mine/checkpoint-10")
-    file = tmp_path / ("data/mine" if command == TRAIN else "out/mine/checkpoint-20") / name
-    if change is None:
-        file.unlink()
-    elif isinstance(change, bytes):
-        file.write_bytes(change)
-    elif isinstance(change, dict):
-        (edit_config if name == "config.json" else edit_tensors)(file.parent, **change)
-    elif name == "val.npy":
-        np.save(file, np.array([change]), allow_pickle=True)
-    else:
-        torch.save({"format": change}, file)
-    process = run_script(*command.split(), cwd=tmp_path)
-    error = process.stderr.decode()
-    said = [line for line in error.splitlines() if line[0] != " "]  # no code of a traceback
-    assert process.returncode == 1 and words in " ".join(said), error
-    assert not (tmp_path / "ran").exists() and not (tmp_path / "out/new").exists()
 
 
 # ---------------------------------------------------------------------------- a changed model.py
@@ -335,21 +274,12 @@ class Windowed(GPT):
             block.attn.causal_mask &= ~torch.ones_like(block.attn.causal_mask).tril(-self.window)
 
 
-class Erf(GPT):
-    """GELU in its erf form, the smallest difference that people make."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        for mlp in (block.mlp for block in self.h):
-            mlp.forward = lambda x, mlp=mlp: mlp.c_proj(F.gelu(mlp.c_fc(x)))
-
-
-CHANGED = [Capped, LooserCap, Hiding, Windowed, Erf]
+CHANGED = [Capped, LooserCap, Hiding, Windowed]
 
 
 @pytest.mark.parametrize("changed", CHANGED)
 def test_a_model_with_the_tensors_of_a_gpt2_is_taken_for_what_it_computes(changed, tmp_path):
-    model, idx = random_model(model_class=changed), torch.randint(28, (3, 16))
+    model = random_model(model_class=changed)
     assert save(model, tmp_path) in (
         "a GPT-2 with these weights has other logits",
         "its logits contain NaN or infinity",
@@ -358,7 +288,7 @@ def test_a_model_with_the_tensors_of_a_gpt2_is_taken_for_what_it_computes(change
     assert config["model_type"] == "gptling" and "GPT2LMHeadModel" not in config["architectures"]
     with pytest.raises(ValueError, match="gptling"):
         Auto.from_pretrained(tmp_path)
-    assert torch.equal(load(changed, tmp_path)(idx)[0], model(idx)[0])
+    assert torch.equal(load(changed, tmp_path)(IDX)[0], model(IDX)[0])
     for other in {GPT, *CHANGED} - {changed}:
         with pytest.raises(ChangedModelError):
             load(other, tmp_path)
@@ -383,30 +313,16 @@ def test_the_weights_of_another_architecture_carry_16_numbers_that_it_gives(tmp_
     model = random_model(model_class=Capped)
     save(model, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        (stored,) = file.metadata().values()  # of several the order in the file would be random
+        (stored,) = file.metadata().values()
     idx = torch.arange(16)
     idx = (31 * idx * idx + 7 * idx + 3) % 28
     with torch.no_grad():
         logits = model(idx[None])[0][0, -1].double()
     expected = [logits[i::16].mean().item() for i in range(16)]
-    assert json.loads(stored)["logits"] == pytest.approx(expected, abs=1e-5)
+    assert json.loads(stored) == pytest.approx(expected, abs=1e-5)
     save(random_model(), tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}, "as transformers asks for"
-
-
-@pytest.mark.parametrize("changed", [GPT, Capped])
-def test_numbers_in_config_json_as_they_were_until_2026_are_understood(changed, tmp_path):
-    model, idx = random_model(model_class=changed), torch.tensor([[3, 13, 1, 23, 19]])
-    save(model, tmp_path)
-    edit_tensors(tmp_path)
-    with torch.no_grad():
-        logits = model((31 * torch.arange(5) ** 2 + 7 * torch.arange(5) + 3)[None] % 28)[0][0, -1]
-    numbers = [logits[i::16].mean().item() for i in range(16)]
-    edit_config(tmp_path, check={"tokens": 5, "logits": numbers, "weights": "0123"})
-    assert torch.equal(load_model(changed, tmp_path)(idx)[0], model(idx)[0])
-    with pytest.raises(ChangedModelError):
-        load(LooserCap, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
