@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from gptling.gpt2_format import save
 from gptling.muon import shard
 
 FORMAT = 3  # of training_state.pt
+UNREADABLE = (OSError, EOFError, RuntimeError, LookupError, UnpicklingError, SafetensorError)
 # Flags of one start, which a run does not keep.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "minutes"}
 START_FLAGS |= {"allow_changed_data", "allow_changed_model"}
@@ -66,14 +67,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         file = checkpoint / "model.safetensors"
         with safe_open(file, "pt"):  # compares its size with its header
             pass
-    except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        LookupError,
-        UnpicklingError,
-        SafetensorError,
-    ) as error:
+    except UNREADABLE as error:
         reason = str(error).partition("\n")[0]
         hint = "delete that folder to go on from the one before"
         raise UserError(f"{file}: cannot be read: {reason}; {hint}") from None
@@ -94,8 +88,13 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
         if name in fixed and name in given and given[name] != saved.get(name):
             hint = "leave the flag out, or start another run with another --out_dir"
             raise UserError(f"--{name}={given[name]}: the run has {saved.get(name)}; {hint}")
-    kept = {name: saved[name] for name in names if name in saved}
-    resumed = type(config)(**kept | given | {"out_dir": config.out_dir})
+    settings = {name: saved[name] for name in names if name in saved} | given
+    choices = {name: get_args(hint) for name, hint in get_type_hints(type(config)).items()}
+    for name, value in settings.items():
+        if choices[name] and value not in choices[name]:
+            known = ", ".join(map(repr, choices[name]))
+            raise UserError(f"{name} is {value!r} in the run: give --{name}, one of {known}")
+    resumed = type(config)(**settings | {"out_dir": config.out_dir})
     for name in names:
         before, now = saved.get(name, "not set"), getattr(resumed, name)
         if before != now and name != "out_dir":
