@@ -22,7 +22,9 @@ def contents(directory):
 # ---------------------------------------------------------------------------- a crash
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(trained, tmp_path, monkeypatch):
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    trained, tmp_path, monkeypatch, train_here
+):
     """Otherwise it could exist and be empty after a power cut."""
     synced, renamed = set(), {}
     fsync, rename = os.fsync, os.rename
@@ -40,8 +42,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(trained, tmp_path, m
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
     shutil.copytree(trained / "data", tmp_path / "data")
     assert run_here("train.py", "--dataset=mine", *TINY, cwd=tmp_path).returncode == 0
     assert renamed.keys() == {"checkpoint-10", "checkpoint-20"}

@@ -238,8 +238,7 @@ def test_a_reason_why_checkpoints_are_no_gpt2s_is_printed_once(tmp_path, monkeyp
 @pytest.mark.parametrize("size", [None, 0, 0.5], ids=["missing", "empty", "cut"])
 @pytest.mark.parametrize("name", ["training_state.pt", "model.safetensors"])
 def test_a_file_that_cannot_be_read_is_named_with_the_way_out(finished, name, size, train_here):
-    run = finished / "out" / "mine"
-    file = run / "checkpoint-20" / name
+    file = finished / "out" / "mine" / "checkpoint-20" / name
     content = file.read_bytes()
     file.unlink()
     if size is not None:
@@ -249,12 +248,6 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(finished, name, si
     assert process.returncode == 1 and error.count("\n") == 1
     assert f"out/mine/checkpoint-20/{name}: cannot be read" in error
     assert "delete that folder to go on from the one before" in error
-    shutil.rmtree(run / "checkpoint-20")
-    config = replace(TrainConfig(), resume=True, out_dir=str(run))
-    directory = RunDirectory(run, one_process())
-    _, checkpoint, state = directory.resume_or_begin(config, {"resume": True}, FIXED)
-    directory.lock.release()
-    assert checkpoint.name == "checkpoint-10" and state["progress"].step == 10
 
 
 def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):
@@ -264,8 +257,6 @@ def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):
 
     checkpoint = finished / "out" / "mine" / "checkpoint-20"
     (checkpoint / "training_state.pt").write_bytes(pickle.dumps({"format": Evil()}))
-    pickle.loads((checkpoint / "training_state.pt").read_bytes())  # a proof that it would
-    (finished / "ran").unlink()
     for _ in range(2):
         with pytest.raises(UserError, match="cannot be read"):
             load_training_state(checkpoint)
@@ -387,31 +378,17 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
 # ---------------------------------------------------------------- the state of optimizers
 
 
-class Signum(torch.optim.Optimizer):
-    """An optimizer of a reader's own, with states of other types."""
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state["signs"] = state.get("signs", torch.zeros_like(p, dtype=torch.int8))
-                state["signs"] += p.grad.sign().to(torch.int8)
-                state["calls"] = state.get("calls", 0) + 1
-                p.add_(state["signs"].sign(), alpha=-group["lr"])
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "another", "other groups"])
 def test_the_state_of_any_optimizer_continues_by_names(optimizer):
     """Whatever the groups and their order."""
 
     def make(model, again):
         if optimizer == "another":
-            return [Signum(model.parameters(), {"lr": 1e-2})]
+            return [torch.optim.Rprop(model.parameters())]
         if optimizer == "other groups":
             params = list(model.parameters())
-            return [torch.optim.AdamW(params[::-1] if again else [{"params": params[:3]},
-                                      {"params": params[3:]}], weight_decay=0.1)]  # fmt: skip
+            groups = [{"params": params[:3]}, {"params": params[3:]}]
+            return [torch.optim.AdamW(params[::-1] if again else groups, weight_decay=0.1)]
         return configure_optimizers(model, TrainConfig(optimizer=optimizer))
 
     idx, scaler, models = torch.arange(8)[None], torch.amp.GradScaler("cpu", enabled=False), []

@@ -1,16 +1,12 @@
 """Training from day to day: other texts, other machines, presets, and which checkpoint is used."""
 
-import json
 import re
 import shlex
 import shutil
-import tomllib
 
 import pytest
 
 import train
-from gptling.cli import CONFIG
-from gptling.pretrained import find_checkpoint
 from gptling.run import load_training_state
 from gptling.tokenizers import load_tokenizer
 from tests.conftest import TEXT, TINY, output_of, run_here
@@ -95,38 +91,3 @@ def test_auto_is_chosen_again_on_another_machine(here, monkeypatch, train_here):
     run_here("train.py", *resume, "--max_iters=23", "--device=cpu", cwd=here)
     run_here("train.py", *resume, "--max_iters=24", cwd=here)
     assert asked == ["auto", "cpu", "cpu"]
-
-
-@pytest.mark.parametrize(
-    "losses, taken",
-    [
-        ({10: 2.0, 20: 1.5}, 20),
-        ({10: 1.5, 20: 2.0}, 10),
-        ({10: 2.0, 20: 1.5, 25: None}, 25),
-        ({10: 1.5, 15: None, 20: 2.0}, 10),
-        ({7: None}, 7),
-        ({5: 2.0, 7: 1.5, 10: 1.5}, 10),
-    ],
-)
-def test_a_run_means_its_best_checkpoint_or_where_it_stopped(losses, taken, tmp_path):
-    for step, loss in losses.items():
-        path = tmp_path / f"checkpoint-{step}"
-        path.mkdir()
-        (path / "config.json").write_text("{}")
-        metrics = {"step": step} | ({} if loss is None else {"val_loss": loss})
-        (path / "metrics.json").write_text(json.dumps(metrics))
-    assert find_checkpoint(tmp_path).name == f"checkpoint-{taken}"
-
-
-@pytest.mark.parametrize("preset", sorted(CONFIG.glob("*.toml")), ids=lambda path: path.name)
-def test_presets_say_the_model_the_steps_and_the_rates(preset):
-    """So that no recipe changes with the quick start."""
-    ours = tomllib.loads(preset.read_text())
-    needed = {"dataset", "block_size", "batch_size", "n_layer", "n_head", "n_embd", "bias"}
-    needed |= {"optimizer", "learning_rate", "muon_lr", "muon_momentum", "schedule", "min_lr"}
-    needed |= {"warmup_iters", "beta2", "max_iters", "eval_interval"}
-    if ours.get("init_from"):
-        needed -= {"n_layer", "n_head", "n_embd", "bias"}  # the model's own
-    if ours.get("optimizer") == "adamw":
-        needed -= {"muon_lr", "muon_momentum"}
-    assert needed <= set(ours), needed - set(ours)
