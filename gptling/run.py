@@ -1,4 +1,4 @@
-"""Runs: out/NAME with checkpoint-N/, each whole or not at all, log.jsonl and config.toml."""
+"""A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
 import json
 import math
@@ -72,8 +72,8 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         hint = "delete that folder to go on from the one before"
         raise UserError(f"{file}: cannot be read: {reason}; {hint}") from None
     if state["format"] != FORMAT:
-        hint = f"begin another run from it, with --init_from={checkpoint}"
-        raise UserError(f"{file.parent}: format {state['format']}, not {FORMAT}; {hint}")
+        found = f"{checkpoint}: format {state['format']}, not {FORMAT}"
+        raise UserError(f"{found}; begin another run from it, with --init_from={checkpoint}")
     state["progress"] = Progress(**state["progress"])
     return state
 
@@ -84,16 +84,18 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
     names = [field.name for field in fields(config) if field.name not in START_FLAGS]
     for name in sorted(saved.keys() - set(names) - START_FLAGS):
         print(f"{name}: {saved[name]} in the run, unknown to this code")
-    for name in names:
-        if name in fixed and name in given and given[name] != saved.get(name):
+    for name in fixed & given.keys():
+        if given[name] != saved.get(name):
             hint = "leave the flag out, or start another run with another --out_dir"
             raise UserError(f"--{name}={given[name]}: the run has {saved.get(name)}; {hint}")
-    settings = {name: saved[name] for name in names if name in saved} | given
-    choices = {name: get_args(hint) for name, hint in get_type_hints(type(config)).items()}
+    settings, hints = (
+        {k: saved[k] for k in names if k in saved} | given,
+        get_type_hints(type(config)),
+    )
     for name, value in settings.items():
-        if choices[name] and value not in choices[name]:
-            known = ", ".join(map(repr, choices[name]))
-            raise UserError(f"{name} is {value!r} in the run: give --{name}, one of {known}")
+        choices = get_args(hints[name])  # of a Literal
+        if choices and value not in choices:
+            raise UserError(f"{name} is {value!r} in the run: give --{name}, one of {choices}")
     resumed = type(config)(**settings | {"out_dir": config.out_dir})
     for name in names:
         before, now = saved.get(name, "not set"), getattr(resumed, name)
@@ -135,8 +137,8 @@ class RunDirectory:
         return config, newest, state
 
     def start(self, config: Any, step: int):
-        """Called when the run is ready for its step `step`: move an older run to NAME.old, drop
-        what a killed one has left after that step, and write config.toml. Raises UserError."""
+        """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
+        killed session left after that step, and write config.toml. Raises UserError."""
         if not self.processes.is_main:
             return
         with writing(self.path / "config.toml"):
@@ -153,9 +155,9 @@ class RunDirectory:
             for path in self.path.glob(".checkpoint-*"):  # half written, or half deleted
                 shutil.rmtree(path)
             log = self.path / "log.jsonl"
-            lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-            whole = [line for line in lines if line.endswith(b"\n")]  # a crash may cut the last one
-            replace(log, b"".join(line for line in whole if json.loads(line)["step"] <= step))
+            lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
+            kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
+            replace(log, b"".join(kept))
             replace(self.path / "config.toml", as_preset(config).encode())
         print(f"checkpoints: {self.path / 'checkpoint-N'}")
 
@@ -201,21 +203,19 @@ def as_preset(config: Any) -> str:
 
 
 def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
-    """Return {name of the parameter in the model: its state}, whole and in CPU memory. All
-    processes call it if the model is sharded."""
+    """Return {name of a parameter: its state}, unsharded, on the CPU. All processes call it."""
 
     def whole(value):
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return value.cpu() if isinstance(value, torch.Tensor) else value
 
     names = {parameter: name for name, parameter in model.named_parameters()}
-    states = {names[parameter]: state for parameter, state in optimizer.state.items()}
-    return {name: {k: whole(v) for k, v in state.items()} for name, state in states.items()}
+    return {names[p]: {k: whole(v) for k, v in s.items()} for p, s in optimizer.state.items()}
 
 
 def load_states(model, optimizers: list[torch.optim.Optimizer], scaler, state: dict[str, Any]):
-    """Give a resumed run's optimizers and GradScaler their states in a checkpoint, sharded like the
-    parameters. Settings stay, and parameters without a saved state begin without one."""
+    """Load the states of a resumed run's optimizers and GradScaler, sharded like the parameters.
+    Settings stay as they are. A parameter without a saved state starts without one."""
     if not state:
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -230,7 +230,7 @@ def load_states(model, optimizers: list[torch.optim.Optimizer], scaler, state: d
 
 
 def check_finite(what: str, value: float, step: int, config: Any):
-    """Raises UserError if a loss or a norm is NaN or infinite."""
+    """Raise UserError if a loss or a norm is NaN or infinite."""
     if not math.isfinite(value):
         remedy = f"lower --learning_rate={config.learning_rate} or --grad_clip={config.grad_clip}"
         raise UserError(f"{what} is {value} at step {step}: {remedy}, or use --dtype=float32")

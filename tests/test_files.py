@@ -110,7 +110,7 @@ def test_a_full_disk_is_named_with_what_is_left_and_keeps_what_was_there(
         process = run_here(script, *flags, cwd=tmp_path)
     error = process.stderr.decode().splitlines()[-1]
     assert process.returncode == 1 and "Traceback" not in process.stderr.decode()
-    assert named in error and "cannot be written" in error and "0.2 MB are left" in error
+    assert named in error and "cannot be written: the disk is full; 0.2 MB are left" in error
     assert not list(tmp_path.rglob("*.writing")) and not (tmp_path / "data/mine.txt").exists()
     assert script != "sample.py" or contents(tmp_path) == {"page.html": b"older"}
 

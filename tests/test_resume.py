@@ -307,7 +307,7 @@ def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys
     said = ["ema: 0.9 in the run, unknown to this code", "keep_last: not set -> 2"]
     assert capsys.readouterr().out.splitlines() == said
     saved["schedule"] = "restarts"
-    with pytest.raises(UserError, match=r"schedule is 'restarts' in the run.* 'cosine', 'linear'"):
+    with pytest.raises(UserError, match=r"schedule is 'restarts' in the run.*'cosine', 'linear'"):
         resumed_config(TrainConfig(), saved, {}, FIXED)
     assert resumed_config(TrainConfig(), saved, {"schedule": "cosine"}, FIXED).max_iters == 7
 
