@@ -86,12 +86,10 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
         print(f"{name}: {saved[name]} in the run, unknown to this code")
     for name in fixed & given.keys():
         if given[name] != saved.get(name):
-            hint = "leave the flag out, or start another run with another --out_dir"
-            raise UserError(f"--{name}={given[name]}: the run has {saved.get(name)}; {hint}")
-    settings, hints = (
-        {k: saved[k] for k in names if k in saved} | given,
-        get_type_hints(type(config)),
-    )
+            found = f"--{name}={given[name]}: the run has {saved.get(name)}"
+            raise UserError(f"{found}; leave the flag out, or give another --out_dir")
+    settings = {name: saved[name] for name in names if name in saved} | given
+    hints = get_type_hints(type(config))
     for name, value in settings.items():
         choices = get_args(hints[name])  # of a Literal
         if choices and value not in choices:
@@ -127,8 +125,7 @@ class RunDirectory:
                 raise UserError(f"{self.path} holds a run: {ways}")
             return config, None, {}
         if not checkpoints:
-            hint = "give the --out_dir of a run, or start one without --resume"
-            raise UserError(f"{self.path}: no checkpoint to resume from; {hint}")
+            raise UserError(f"{self.path} has no checkpoint to resume: give another --out_dir")
         newest = checkpoints[-1]
         state = load_training_state(newest)
         config = resumed_config(config, state["config"], given, fixed)
@@ -163,7 +160,7 @@ class RunDirectory:
 
     def save(self, metrics, model, full_model, optimizers, scaler, progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
-        All processes of a sharded model call it, the first one writes. Raises UserError."""
+        All processes call it and the first one writes. Raises UserError."""
         if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}

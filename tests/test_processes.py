@@ -288,13 +288,12 @@ def test_the_quick_start_runs_sharded_with_muon(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["--batch_size=5", "--dataset=nix", "--n_layer=two"])  # a box
-def test_a_mistake_is_one_message_of_the_first_process(here, mistake):
+@pytest.mark.parametrize("mistake", ["--batch_size=5", "--dataset=nix"])
+def test_a_mistake_is_one_line_which_every_process_may_print(here, mistake):
     process = torchrun(ROOT / "train.py", *FLAGS, mistake, cwd=here)
     output, _ = process.communicate(timeout=60)
-    lines = [line for line in output.splitlines() if "error:" in line or "Error parsing" in line]
+    lines = {line for line in output.splitlines() if "train.py: error:" in line}
     assert process.returncode != 0 and len(lines) == 1, output
-    name, value = mistake.removeprefix("--").split("=")
-    assert name.removesuffix("set") in lines[0] and value in lines[0]
+    assert mistake.replace("--dataset=", "data/") in lines.pop()
     assert 'train.py", line' not in output  # no traceback of ours
     assert not (here / "out").exists()
