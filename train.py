@@ -3,7 +3,7 @@
     python train.py                                    # the quick start: a minute on two CPU cores
     python train.py --dataset=mine --minutes=10        # the best model of data/mine in ten minutes
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
-    python train.py --out_dir=out/gpt2 --resume        # continue from its newest checkpoint
+    python train.py --out_dir=out/gpt2 --resume        # resume from its newest checkpoint
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
 writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,
@@ -15,7 +15,6 @@ References:
 - Brown et al. 2020 (GPT-3), appendix B: the recipe of AdamW in config/gpt2.toml
 - Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
 - Hägele et al. 2024, warm-up, stable, decay, https://arxiv.org/abs/2405.18392
-- Chen et al. 2016, activation checkpointing, https://arxiv.org/abs/1604.06174
 """
 
 import itertools
@@ -50,13 +49,13 @@ class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
     n_layer: int = 3  # blocks
     n_head: int = 4  # attention heads in each block
     n_embd: int = 128  # width
-    bias: bool = False  # in linear layers and LayerNorms; GPT-2 has them
-    vocab_size: Suppress[int] = 1  # as the tokenizer says
+    bias: bool = False  # in linear layers and LayerNorms; GPT-2 has biases
+    vocab_size: Suppress[int] = 1  # the tokenizer's
     vocab_multiple: PositiveInt = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
     dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
-    minutes: float = 0.0  # plan for so long what no flag or preset says; 1 if none says max_iters
-    out_dir: str = ""  # where checkpoints and the log go; otherwise out/DATASET
-    resume: bool = False  # continue from the newest checkpoint in out_dir; explicit flags override
+    minutes: float = 0.0  # time budget: plans other settings; 1 for a dataset without max_iters
+    out_dir: str = ""  # directory of checkpoints and the log; out/DATASET if empty
+    resume: bool = False  # continue from out_dir's newest checkpoint; flags override its settings
     auto_resume: bool = False  # resume if out_dir has a checkpoint, otherwise begin
     overwrite: bool = False  # move the run in out_dir to OUT_DIR.old, and begin
     init_from: str = "scratch"  # scratch, a run, a checkpoint, or the hub name of a GPT-2
@@ -64,10 +63,10 @@ class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
     batch_size: PositiveInt = 32  # sequences of block_size tokens in a micro-batch
     gradient_accumulation_steps: PositiveInt = 1  # micro-batches in a step of all processes
     max_iters: PositiveInt = 440  # steps
-    optimizer: Literal["adamw", "muon"] = "muon"  # of the blocks' matrices; the rest has AdamW
+    optimizer: Literal["adamw", "muon"] = "muon"  # of the blocks' matrices; AdamW for the rest
     learning_rate: float = 1e-2  # AdamW's highest, after warm-up
-    muon_lr: float = 0.05  # Muon's highest; it rises and falls with the other
-    muon_momentum: Fraction = 0.9  # Muon: decay of the first moment; short runs like it lower
+    muon_lr: float = 0.05  # Muon's highest; it rises and falls with learning_rate
+    muon_momentum: Fraction = 0.9  # Muon: decay of the first moment; lower for shorter runs
     schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate falls
     hold: Fraction = 0.0  # linear: share of the steps after warm-up at the full rate
     min_lr: float = 1e-4  # where learning_rate ends
@@ -75,21 +74,21 @@ class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
     weight_decay: float = 0.1  # of matrices; biases and LayerNorms have none
     beta1: Fraction = 0.9  # AdamW: decay of the first moment (moving average of gradients)
     beta2: Fraction = 0.99  # AdamW: decay of the second moment (of their squares)
-    grad_clip: float = 1.0  # the gradient's norm is cut to this; 0 for never
+    grad_clip: float = 1.0  # clip the gradient's norm to this; 0 disables it
     eval_interval: PositiveInt = 110  # steps between evaluations, each with a checkpoint
     eval_tokens: int = 0  # validate on about this many, spread evenly over the split; 0 for all
     keep_last: PositiveInt = 2  # checkpoints that stay besides the best
     log_interval: PositiveInt = 10  # steps between log lines
-    seed: int = 1337  # of initialisation, order of sequences, dropout and samples
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
+    seed: int = 1337  # random seed: initialisation, data order, dropout, samples
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # device to compute on
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
     compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: in longer runs on CUDA
     recompute: bool = False  # activation checkpointing: recompute activations in the backward pass
     deterministic: bool = False  # the same numbers in every run on a GPU too, which costs time
     fsdp: bool = False  # shard the model over the processes, for one too large for a GPU
-    allow_changed_data: bool = False  # resume although the dataset is not what it was
-    allow_changed_model: bool = False  # go on although model.py computes something else than before
-    curves: bool = True  # loss.png and TensorBoard's files, where these are installed
+    allow_changed_data: bool = False  # resume although the dataset has changed
+    allow_changed_model: bool = False  # continue although model.py computes other numbers
+    curves: bool = True  # loss.png and TensorBoard's files, if these are installed
     wandb: bool = False  # send the curves to Weights & Biases
 
     def __post_init__(self):
@@ -123,10 +122,10 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32") -> list:
-    """[AdamW], or with "muon" [AdamW, Muon]. Muon takes the matrices inside the blocks, a router's
-    too, but no embedding's, and parameters of three dimensions as stacks of matrices. Matrices and
-    embeddings decay, biases and LayerNorms do not. Without a gradient none moves. lr_scale: times
-    learning_rate; dtype: of matmuls, in which Muon computes if it is bfloat16."""
+    """Return [AdamW], or with "muon" [AdamW, Muon]. Muon updates the matrices inside the blocks,
+    and parameters of three dimensions as stacks of matrices. AdamW updates the rest, embeddings
+    too. Only matrices decay. lr_scale: times learning_rate; dtype: of matmuls, Muon's if bfloat16.
+    """
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     matrices = {p for p in model.h.parameters() if p.dim() in (2, 3)} - embeddings
     muon = matrices if config.optimizer == "muon" else set()
@@ -159,24 +158,19 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
     return nats / data.val_targets, nats / (math.log(2) * max(1, data.val_bytes))
 
 
-def compiling_pays(model: GPT, config: TrainConfig) -> bool:
-    """Whether a run on a GPU will be longer than two minutes, since compiling takes half of one:
-    by --minutes, or by 6 FLOPs a parameter and token (Kaplan et al. 2020) at 100 TFLOP/s."""
-    sequences = config.max_iters * config.batch_size * config.gradient_accumulation_steps
-    flops = 6 * sum(p.numel() for p in model.parameters()) * sequences * config.block_size
-    return (60 * config.minutes or flops / 1e14) > 120
-
-
 def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
-    """(model, the same over all processes, that compiled, autocast, matmuls' dtype, optimizers)"""
+    """Return (model, it over all processes, that compiled, autocast, dtype, optimizers)."""
     torch.manual_seed(config.seed)
     model = build_model(GPT, config, data, source)
     device = processes.device
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     compile = config.compile
-    if compile == "auto":
-        compile = device == "cuda" and compiling_pays(model, config)
+    if compile == "auto":  # on CUDA, if the run is longer than two minutes
+        sequences = config.max_iters * config.batch_size * config.gradient_accumulation_steps
+        flops = 6 * sum(p.numel() for p in model.parameters()) * sequences * config.block_size
+        seconds = 60 * config.minutes or flops / 1e14  # Kaplan et al. 2020, at 100 TFLOP/s
+        compile = device == "cuda" and seconds > 120
     rows = micro_batches(config, processes.world_size)[0] * config.block_size
     use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
@@ -229,7 +223,7 @@ def main():
     data = Dataset(config.dataset, config.block_size, config.eval_tokens)
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
         changed = f"{data.directory} is not what {config.out_dir} was trained on"
-        raise UserError(f"{changed}: prepare that again, or give --allow_changed_data")
+        raise UserError(f"{changed}: prepare it again, or give --allow_changed_data")
 
     # ------------------------------------------------------------ model
     model, parallel, compiled, autocast, dtype, optimizers = set_up(config, data, source, processes)
@@ -304,8 +298,7 @@ def main():
         if log_now:
             rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
             numbers = {"norm": norm.item()} | dict(zip(("lr", "muon_lr"), rates, strict=False))
-            if scaler.is_enabled():
-                numbers["overflows"] = progress.overflows
+            numbers |= {"overflows": progress.overflows} if scaler.is_enabled() else {}
             report.training(done, {name: loss.item() for name, loss in losses.items()}, numbers)
         if evaluate_now:
             with report.paused():

@@ -33,8 +33,9 @@ def writing(path: Path) -> Iterator[None]:
         named = isinstance(error, OSError) and error.filename is not None  # of open, not of write
         if named or (isinstance(error, RuntimeError) and megabytes >= 1):  # torch.save has those
             raise
+        reason = "the disk is full" if megabytes < 1 else error
         left = f"{megabytes:,.1f} MB are left on the disk"
-        raise UserError(f"{path}: cannot be written: {error}; {left}") from error
+        raise UserError(f"{path}: cannot be written: {reason}; {left}") from error
 
 
 def sync(path: Path):

@@ -38,7 +38,7 @@ class Processes:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
     def use_device(self, device: str) -> str:
-        """Choose the device, a GPU for each process. Returns cpu, cuda or mps. Raises UserError."""
+        """Choose the device, one GPU per process. Return cpu, cuda or mps. Raises UserError."""
         self.device, gpus = pick_device(device), torch.cuda.device_count()
         if self.world_size > 1 and self.device != "cpu" and self.local_rank >= gpus:
             raise UserError(f"there are {gpus} CUDA GPUs: lower --nproc_per_node, or --device=cpu")
@@ -71,9 +71,8 @@ class Processes:
         return tensor.pin_memory().to(f"cuda:{self.local_rank}", non_blocking=True)
 
     def wrap(self, model: torch.nn.Module, fsdp: bool, dtype: str) -> torch.nn.Module:
-        """Return the module to call instead of the model: its gradients are the mean over all
-        processes. fsdp: shard parameters, gradients and optimizer states, block by block (FSDP2).
-        dtype: of matmuls. Raises UserError."""
+        """Return the module to call instead of the model. Its gradients are the mean over all
+        processes. fsdp: shard parameters and optimizer states. dtype: of matmuls."""
         self.sharded = fsdp and self.world_size > 1
         if self.sharded and dtype == "float16":
             raise UserError("--fsdp: float16's scale is not shared; use another --dtype")
@@ -136,7 +135,7 @@ def recompute_activations(model: torch.nn.Module, compile_blocks: bool):
 
 
 class StopSignals:
-    """SIGINT and SIGTERM, asked for after each step. A second one ends a single process at once."""
+    """SIGINT and SIGTERM, checked after each step. A second one ends a single process at once."""
 
     def __init__(self, processes: Processes):
         self.processes, self.number = processes, 0

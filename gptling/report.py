@@ -1,4 +1,4 @@
-"""What a training shows: log.jsonl, lines or a bar, loss.png, TensorBoard, Weights & Biases."""
+"""The report of a training: log.jsonl, lines or a bar, loss.png, TensorBoard, Weights & Biases."""
 
 import dataclasses
 import importlib.util
@@ -36,12 +36,9 @@ class Report:
         self.loggers = open_loggers(config, self.out_dir, step) if processes.is_main else []
         several = f", {processes.world_size} processes" * (processes.world_size > 1)
         resumed = f", from step {step}" * (step > 0)
-        print(
-            f"{self.n_parameters:,} parameters, {self.tokens_per_step:,} tokens a step, "
-            f"{config.max_iters:,} steps on {n_tokens:,} tokens; "
-            f"{processes.device}, {dtype}{several}{resumed}",
-            flush=True,
-        )
+        size = f"{self.n_parameters:,} parameters, {self.tokens_per_step:,} tokens a step"
+        length = f"{config.max_iters:,} steps on {n_tokens:,} tokens"
+        print(f"{size}, {length}; {processes.device}, {dtype}{several}{resumed}", flush=True)
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
         self.plain = not sys.stderr.isatty()  # lines instead of a bar
         bar = {"total": config.max_iters, "initial": step, "unit": "step", "leave": False}
@@ -77,12 +74,10 @@ class Report:
         self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(f"{named}, {pace}")
         if self.plain and (step % (10 * self.config.log_interval) == 0 or steps_left == 0):
-            print(
-                f"step {step}/{self.config.max_iters}: {named}, "
-                f"lr {numbers['lr']:.2e}, norm {numbers['norm']:.2f}, {1000 * seconds:.0f} ms, "
-                f"{pace}, {seconds * steps_left:.0f} s left",
-                flush=True,
-            )
+            state = f"lr {numbers['lr']:.2e}, norm {numbers['norm']:.2f}"
+            time_left = f"{1000 * seconds:.0f} ms, {pace}, {seconds * steps_left:.0f} s left"
+            line = f"step {step}/{self.config.max_iters}: {named}, {state}, {time_left}"
+            print(line, flush=True)
 
     def evaluation(self, metrics: dict[str, float], sample: list[str], best: bool):
         """Report the losses of an evaluation and two lines of the model's text."""

@@ -1,4 +1,4 @@
-"""Runs: out/NAME with checkpoint-N/, each whole or not at all, log.jsonl and config.toml."""
+"""A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from gptling.gpt2_format import save
 from gptling.muon import shard
 
 FORMAT = 3  # of training_state.pt
+UNREADABLE = (OSError, EOFError, RuntimeError, LookupError, UnpicklingError, SafetensorError)
 # Flags of one start, which a run does not keep.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "minutes"}
 START_FLAGS |= {"allow_changed_data", "allow_changed_model"}
@@ -66,20 +67,13 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         file = checkpoint / "model.safetensors"
         with safe_open(file, "pt"):  # compares its size with its header
             pass
-    except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        LookupError,
-        UnpicklingError,
-        SafetensorError,
-    ) as error:
+    except UNREADABLE as error:
         reason = str(error).partition("\n")[0]
         hint = "delete that folder to go on from the one before"
         raise UserError(f"{file}: cannot be read: {reason}; {hint}") from None
     if state["format"] != FORMAT:
-        hint = f"begin another run from it, with --init_from={checkpoint}"
-        raise UserError(f"{file.parent}: format {state['format']}, not {FORMAT}; {hint}")
+        found = f"{checkpoint}: format {state['format']}, not {FORMAT}"
+        raise UserError(f"{found}; begin another run from it, with --init_from={checkpoint}")
     state["progress"] = Progress(**state["progress"])
     return state
 
@@ -90,12 +84,17 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
     names = [field.name for field in fields(config) if field.name not in START_FLAGS]
     for name in sorted(saved.keys() - set(names) - START_FLAGS):
         print(f"{name}: {saved[name]} in the run, unknown to this code")
-    for name in names:
-        if name in fixed and name in given and given[name] != saved.get(name):
-            hint = "leave the flag out, or start another run with another --out_dir"
-            raise UserError(f"--{name}={given[name]}: the run has {saved.get(name)}; {hint}")
-    kept = {name: saved[name] for name in names if name in saved}
-    resumed = type(config)(**kept | given | {"out_dir": config.out_dir})
+    for name in fixed & given.keys():
+        if given[name] != saved.get(name):
+            found = f"--{name}={given[name]}: the run has {saved.get(name)}"
+            raise UserError(f"{found}; leave the flag out, or give another --out_dir")
+    settings = {name: saved[name] for name in names if name in saved} | given
+    hints = get_type_hints(type(config))
+    for name, value in settings.items():
+        choices = get_args(hints[name])  # of a Literal
+        if choices and value not in choices:
+            raise UserError(f"{name} is {value!r} in the run: give --{name}, one of {choices}")
+    resumed = type(config)(**settings | {"out_dir": config.out_dir})
     for name in names:
         before, now = saved.get(name, "not set"), getattr(resumed, name)
         if before != now and name != "out_dir":
@@ -126,8 +125,7 @@ class RunDirectory:
                 raise UserError(f"{self.path} holds a run: {ways}")
             return config, None, {}
         if not checkpoints:
-            hint = "give the --out_dir of a run, or start one without --resume"
-            raise UserError(f"{self.path}: no checkpoint to resume from; {hint}")
+            raise UserError(f"{self.path} has no checkpoint to resume: give another --out_dir")
         newest = checkpoints[-1]
         state = load_training_state(newest)
         config = resumed_config(config, state["config"], given, fixed)
@@ -136,8 +134,8 @@ class RunDirectory:
         return config, newest, state
 
     def start(self, config: Any, step: int):
-        """Called when the run is ready for its step `step`: move an older run to NAME.old, drop
-        what a killed one has left after that step, and write config.toml. Raises UserError."""
+        """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
+        killed session left after that step, and write config.toml. Raises UserError."""
         if not self.processes.is_main:
             return
         with writing(self.path / "config.toml"):
@@ -154,15 +152,15 @@ class RunDirectory:
             for path in self.path.glob(".checkpoint-*"):  # half written, or half deleted
                 shutil.rmtree(path)
             log = self.path / "log.jsonl"
-            lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-            whole = [line for line in lines if line.endswith(b"\n")]  # a crash may cut the last one
-            replace(log, b"".join(line for line in whole if json.loads(line)["step"] <= step))
+            lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
+            kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
+            replace(log, b"".join(kept))
             replace(self.path / "config.toml", as_preset(config).encode())
         print(f"checkpoints: {self.path / 'checkpoint-N'}")
 
     def save(self, metrics, model, full_model, optimizers, scaler, progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
-        All processes of a sharded model call it, the first one writes. Raises UserError."""
+        All processes call it and the first one writes. Raises UserError."""
         if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
@@ -202,21 +200,19 @@ def as_preset(config: Any) -> str:
 
 
 def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
-    """Return {name of the parameter in the model: its state}, whole and in CPU memory. All
-    processes call it if the model is sharded."""
+    """Return {name of a parameter: its state}, unsharded, on the CPU. All processes call it."""
 
     def whole(value):
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return value.cpu() if isinstance(value, torch.Tensor) else value
 
     names = {parameter: name for name, parameter in model.named_parameters()}
-    states = {names[parameter]: state for parameter, state in optimizer.state.items()}
-    return {name: {k: whole(v) for k, v in state.items()} for name, state in states.items()}
+    return {names[p]: {k: whole(v) for k, v in s.items()} for p, s in optimizer.state.items()}
 
 
 def load_states(model, optimizers: list[torch.optim.Optimizer], scaler, state: dict[str, Any]):
-    """Give a resumed run's optimizers and GradScaler their states in a checkpoint, sharded like the
-    parameters. Settings stay, and parameters without a saved state begin without one."""
+    """Load the states of a resumed run's optimizers and GradScaler, sharded like the parameters.
+    Settings stay as they are. A parameter without a saved state starts without one."""
     if not state:
         return
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -231,7 +227,7 @@ def load_states(model, optimizers: list[torch.optim.Optimizer], scaler, state: d
 
 
 def check_finite(what: str, value: float, step: int, config: Any):
-    """Raises UserError if a loss or a norm is NaN or infinite."""
+    """Raise UserError if a loss or a norm is NaN or infinite."""
     if not math.isfinite(value):
         remedy = f"lower --learning_rate={config.learning_rate} or --grad_clip={config.grad_clip}"
         raise UserError(f"{what} is {value} at step {step}: {remedy}, or use --dtype=float32")
