@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptling.cli import UserError
-from gptling.files import read_json
+from gptling.files import UserError, read_json
 from gptling.tokenizers import bytes_per_token, load_tokenizer
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from gptling.cli import UserError
+from gptling.files import UserError
 
 
 def pick_device(device: str) -> str:

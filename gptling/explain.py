@@ -11,8 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from gptling.cli import UserError
-from gptling.files import replace, writing
+from gptling.files import UserError, replace, writing
 
 MAX_WEIGHTS = 5_000_000  # of attention on a page, 2 bytes each: deep models show fewer tokens
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 
-from gptling.cli import UserError
+from gptling.files import UserError
 
 ROWS_WITHOUT_GRADIENT = 2048  # rows of logits held at a time where no gradient is needed
 # Logits in float32 at a time: 16 MB stay in a CPU's cache; 512 MB elsewhere.

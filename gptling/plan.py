@@ -13,8 +13,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import torch
 
-from gptling.cli import UserError
 from gptling.dataset import Dataset, micro_batches
+from gptling.files import UserError
 from gptling.loss import objective_and_parts
 
 STARTED = time.perf_counter() - time.process_time()  # of the program: its imports took CPU time

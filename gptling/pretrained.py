@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
 
 from gptling import gpt2_format
-from gptling.cli import UserError, optional_package
-from gptling.files import read_json
+from gptling.cli import optional_package
+from gptling.files import UserError, read_json
 from gptling.run import best_checkpoint, list_checkpoints, read_metrics
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gptling.cli import UserError
 from gptling.devices import pick_device
+from gptling.files import UserError
 
 
 class Processes:

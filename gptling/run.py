@@ -12,8 +12,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gptling.cli import UserError
-from gptling.files import lock_directory, read_json, replace, sync, writing
+from gptling.files import UserError, lock_directory, read_json, replace, sync, writing
 from gptling.gpt2_format import save
 from gptling.muon import shard
 

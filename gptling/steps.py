@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn as nn
 
-from gptling.cli import UserError
+from gptling.files import UserError
 
 
 @contextmanager

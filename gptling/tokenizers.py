@@ -20,7 +20,7 @@ import numpy as np
 import tiktoken
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from gptling.cli import UserError
+from gptling.files import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 BPE_SAMPLE = 100_000_000  # characters to train a BPE on, at most
