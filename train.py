@@ -32,13 +32,13 @@ from gptling.cli import Fraction, PositiveInt, UserError, check_numbers, load, o
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
-from gptling.loss import objective_and_parts, use_loss_in_pieces
+from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
 from gptling.plan import STARTED, plan_run
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
-from gptling.run import Progress, RunDirectory, check_finite, load_states
+from gptling.run import Progress, RunDirectory, load_states
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
 
@@ -310,11 +310,11 @@ def main():
                 progress.loss_steps = 0
                 metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
                 metrics |= {"bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
-                metrics["seconds"] = round(report.seconds(), 3)
                 progress.best = min(progress.best, val_loss)
-                save(metrics)  # first: nothing that only shows something may lose work
+                report.evaluation(metrics, best=val_loss == progress.best)
+                save(metrics)  # before a changed model's generate can fail
                 lines = sample_lines(model, data.tokenizer, config.seed + done, processes)
-                report.evaluation(metrics, lines, best=val_loss == progress.best)
+                report.sample(done, lines)
         if stopped:
             if not evaluate_now:
                 save({"step": done})

@@ -1,7 +1,6 @@
 """Files that appear whole or not at all, the lock of a directory, and mistakes of the user's."""
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -45,11 +44,6 @@ def sync(path: Path):
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def sha256(file: Path) -> str:
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def replace(path: Path, content: bytes):

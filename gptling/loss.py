@@ -2,10 +2,11 @@
 
 What a logit is, and what a token's loss, say `model.logits` and `model.losses` alone."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -117,15 +118,6 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
     model.loss_in_pieces = loss_in_pieces if in_graph else torch.compiler.disable(loss_in_pieces)
 
 
-@contextlib.contextmanager
-def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Afterwards buffers, such as moving averages, are what they were before."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    yield
-    for name, buffer in model.named_buffers():
-        buffer.copy_(before[name])
-
-
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of what GPT.forward returns with targets: what training minimizes, and the parts whose
     sum it is: "loss", and what a changed model adds to it. Raises UserError for another third value
@@ -137,3 +129,10 @@ def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Te
         third = "forward() in model.py returns a third value"
         raise UserError(f"{third}, {terms!r:.50}: give {{name: scalar tensor}}, no name being loss")
     return sum(terms.values(), start=loss), {"loss": loss} | terms
+
+
+def check_finite(what: str, value: float, step: int, config: Any):
+    """Raise UserError if a loss or a norm is NaN or infinite."""
+    if not math.isfinite(value):
+        remedy = f"lower --learning_rate={config.learning_rate} or --grad_clip={config.grad_clip}"
+        raise UserError(f"{what} is {value} at step {step}: {remedy}, or use --dtype=float32")

@@ -52,7 +52,7 @@ class Report:
         """Write a line of log.jsonl, and show it elsewhere. Raises UserError for a full disk."""
         if not self.processes.is_main:
             return
-        entry.setdefault("seconds", round(self.seconds(), 3))
+        entry["seconds"] = round(self.seconds(), 3)
         log_file = self.out_dir / "log.jsonl"
         with writing(log_file), log_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
@@ -79,15 +79,21 @@ class Report:
             line = f"step {step}/{self.config.max_iters}: {named}, {state}, {time_left}"
             print(line, flush=True)
 
-    def evaluation(self, metrics: dict[str, float], sample: list[str], best: bool):
-        """Report the losses of an evaluation and two lines of the model's text."""
-        self.log(**metrics, parameters=self.n_parameters, sample="\n".join(sample))
+    def evaluation(self, metrics: dict[str, float], best: bool):
+        """Report the losses of an evaluation."""
+        self.log(**metrics, parameters=self.n_parameters)
         tqdm.write(
             f"step {metrics['step']}: training loss {metrics['train_loss']:.4f}, "
             f"validation loss {metrics['val_loss']:.4f}, "
             f"{metrics['bits_per_byte']:.4f} bits per byte{' (best)' * best}"
-            + "".join(f"\n  | {line}" for line in sample)
         )
+        sys.stdout.flush()
+
+    def sample(self, step: int, lines: list[str]):
+        """Show some lines of the model's text, which the log does not keep."""
+        for logger in self.loggers:
+            logger({"step": step, "sample": "\n".join(lines)})
+        tqdm.write("\n".join(f"  | {line}" for line in lines))
         sys.stdout.flush()
 
     @contextmanager

@@ -223,10 +223,3 @@ def load_states(model, optimizers: list[torch.optim.Optimizer], scaler, state: d
         optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
     if scaler.is_enabled() and state["scaler"]:  # empty if the dtype was another
         scaler.load_state_dict(state["scaler"])
-
-
-def check_finite(what: str, value: float, step: int, config: Any):
-    """Raise UserError if a loss or a norm is NaN or infinite."""
-    if not math.isfinite(value):
-        remedy = f"lower --learning_rate={config.learning_rate} or --grad_clip={config.grad_clip}"
-        raise UserError(f"{what} is {value} at step {step}: {remedy}, or use --dtype=float32")

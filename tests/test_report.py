@@ -79,7 +79,7 @@ def test_what_is_not_installed_is_left_out(here, package, monkeypatch, train_her
         assert (here / "out" / "mine" / file).exists() == shown
 
 
-def test_the_log_has_seconds_since_the_start_and_text_as_it_is(tmp_path):
+def test_the_log_has_seconds_since_the_start(tmp_path):
     """Over the sessions of a resumed run."""
     (tmp_path / "grüße.txt").write_text("äöü ß\u2028 " * 400, encoding="utf-8")
     output_of("prepare.py", "grüße.txt", cwd=tmp_path)
@@ -89,7 +89,6 @@ def test_the_log_has_seconds_since_the_start_and_text_as_it_is(tmp_path):
     output_of("train.py", "--out_dir=out/grüße", "--resume", "--max_iters=25", cwd=tmp_path)
     text = (run / "log.jsonl").read_text("utf-8")
     log = [json.loads(line) for line in text.split("\n")[:-1]]
-    assert "\\u" not in text and "ö" in text
     seconds = [entry["seconds"] for entry in log]
     assert len(seconds) == 25 + 3 and seconds == sorted(seconds) and 0 < seconds[0] < 60
     n = json.loads((tmp_path / "data/grüße/meta.json").read_text())["val"]["tokens"]
@@ -114,7 +113,7 @@ def test_what_a_line_says_of_time_is_of_the_steps_since_the_last_one(tmp_path, c
     assert lines[0].endswith("2000 ms, 64 tokens/s, 14 s left")
     assert lines[1].endswith("1429 ms, 90 tokens/s, 0 s left")
     for best in (True, False):
-        report.evaluation(dict(step=1, train_loss=2.0, val_loss=1, bits_per_byte=1), ["a"], best)
+        report.evaluation(dict(step=1, train_loss=2.0, val_loss=1, bits_per_byte=1), best)
         assert (" (best)\n" in capsys.readouterr().out) == best
 
 
