@@ -30,8 +30,8 @@ from pathlib import Path
 
 import tyro
 
-from gptling.cli import CONFIG, UserError, load, run
-from gptling.files import lock_directory, replace
+from gptling.cli import CONFIG, load, run
+from gptling.files import UserError, lock_directory, replace
 
 ROOT = CONFIG.parent
 OUT = ROOT / "out" / "compare"

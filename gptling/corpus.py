@@ -18,8 +18,8 @@ from pydoc_data.topics import topics
 import numpy as np
 import tiktoken
 
-from gptling.cli import UserError, optional_package
-from gptling.files import sync, writing
+from gptling.cli import optional_package
+from gptling.files import UserError, sync, writing
 from gptling.tokenizers import END_OF_TEXT, encode, has_all_bytes
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"

@@ -77,7 +77,6 @@ class Dataset:
         """(inputs, targets) of this process's share of the validation sequences. The last ones are
         filled up with targets of -100: every process has the same number, as FSDP needs."""
         T, n, world_size = self.block_size, len(self.val_starts), processes.world_size
-        # All batches have one shape, so that a compiled model is compiled once.
         size = min(batch_size, math.ceil(n / world_size))
         for i in range(math.ceil(n / size / world_size)):
             first = (i * world_size + processes.rank) * size

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling.devices import pick_device
 from gptling.files import UserError
+from gptling.loss import objective_and_parts
 
 
 class Processes:
@@ -92,8 +93,8 @@ class Processes:
         idx = self.to_device(torch.zeros(1, model.config.block_size, dtype=torch.int64))
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for _ in range(2):
-            _, loss, *terms = parallel(idx, idx)
-            sum(terms[0].values() if terms else [], start=loss).backward()
+            objective, _ = objective_and_parts(parallel(idx, idx))
+            objective.backward()
             model.zero_grad()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])

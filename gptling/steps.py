@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn as nn
@@ -100,7 +100,7 @@ class GraphedStep:
             self.capture(idx, cache)
         if cache[0].k is not self.static[0].k:  # a new sequence
             for mine, theirs in zip(self.static, cache, strict=True):
-                mine.k[:, :, :past] = theirs.k[:, :, :past]  # what is behind is not initialised
+                mine.k[:, :, :past] = theirs.k[:, :, :past]  # the rest is not initialised
                 mine.v[:, :, :past] = theirs.v[:, :, :past]
                 theirs.k, theirs.v = mine.k, mine.v
             self.visible.zero_()
@@ -123,7 +123,8 @@ class GraphedStep:
             return self.plain(self.idx, self.visible, self.static)
 
         run = torch.compile(step, fullgraph=True) if self.compile else step
-        with compilation_reported(), torch.cuda.stream(torch.cuda.Stream()):
+        reported = compilation_reported() if self.compile else nullcontext()
+        with reported, torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(2):  # what only first calls do does not belong in the graph
                 run()
         torch.cuda.synchronize()
