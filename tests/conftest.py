@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -171,6 +172,28 @@ def trained(tmp_path_factory):
     output_of("prepare.py", "mine.txt", cwd=directory)
     output_of("train.py", "--dataset=mine", *TINY, cwd=directory)
     return directory
+
+
+@pytest.fixture
+def here(trained, tmp_path):
+    """A directory with data/mine in which to train."""
+    shutil.copytree(trained / "data", tmp_path / "data")
+    return tmp_path
+
+
+def weights(run, step=20):
+    """The tensors of a run's checkpoint, by their names."""
+    from safetensors.torch import load_file  # imports PyTorch
+
+    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
+
+
+def one_line(process, *words):
+    """A process has failed with one line on standard error that has these words; returns it."""
+    error = process.stderr.decode()
+    assert process.returncode == 1 and error.count("\n") == 1, error
+    assert all(word in error for word in words), error
+    return error
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gptling.gpt2_format import token_ids
 from gptling.processes import recompute_activations
 from model import GPT, GPTConfig, next_token_probs, sample_token
+from tests.try_model import generate, greedy_without_cache, padded
 
 
 def make_model(seed=0, sharp=1.0, **sizes):
@@ -174,25 +175,6 @@ def test_impossible_sizes_are_refused(wrong):
 # ---------------------------------------------------------------- generation
 
 
-def generate(model, idx, n, **options):
-    """The drawn tokens, (B, n)."""
-    return torch.stack(list(model.generate(torch.as_tensor(idx), n, **options)), dim=1)
-
-
-def greedy_without_cache(model, tokens, n):
-    """One sequence; the window rule of generate, every token from a forward pass of its own."""
-    block_size = model.config.block_size
-    window, drawn = list(tokens)[-block_size:], []
-    for _ in range(n):
-        if len(window) > block_size:
-            window = window[-max(1, block_size // 2) :]
-        with torch.no_grad():
-            logits, _ = model(torch.tensor([window]))
-        drawn.append(logits[0, -1].argmax().item())
-        window.append(drawn[-1])
-    return drawn
-
-
 @pytest.mark.parametrize("block_size", [1, 2, 5, 16])
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_greedy_with_cache_equals_greedy_without(block_size, length):
@@ -201,13 +183,6 @@ def test_greedy_with_cache_equals_greedy_without(block_size, length):
     cached = generate(model, [tokens], 60, temperature=0)[0].tolist()
     assert cached == greedy_without_cache(model, tokens, 60)
     assert len(set(cached)) > 1 or block_size < 5  # it does not just repeat one token
-
-
-def padded(prompts):
-    T = max(map(len, prompts))
-    idx = torch.tensor([[0] * (T - len(p)) + p for p in prompts])
-    mask = torch.tensor([[False] * (T - len(p)) + [True] * len(p) for p in prompts])
-    return idx, mask
 
 
 @pytest.mark.parametrize("n", [5, 60])  # within the window, and several windows beyond

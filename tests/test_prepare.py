@@ -35,7 +35,7 @@ from gptling.files import lock_directory
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
-from tests.conftest import ROOT, TEXT, output_of, run_here
+from tests.conftest import ROOT, TEXT, one_line, output_of, run_here
 
 DOCUMENTS = [f"document {i}, été 你好 🙂\r\n" * (1 + i % 7) for i in range(60)]
 
@@ -60,12 +60,6 @@ def text_of(data, split=""):
 
 def meta_of(data):
     return json.loads((data / "meta.json").read_text())
-
-
-def one_line(process, *words):
-    error = process.stderr.decode()
-    assert process.returncode == 1 and error.count("\n") == 1, error
-    assert all(word in error for word in words), error
 
 
 # ---------------------------------------------------------------- documents

@@ -11,12 +11,11 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from gptling.dataset import micro_batches
 from gptling.processes import Processes, StopSignals
 from gptling.run import list_checkpoints, step_of
-from tests.conftest import ROOT, TINY, output_of
+from tests.conftest import ROOT, TINY, output_of, weights
 from train import TrainConfig
 
 pytestmark = pytest.mark.skipif(
@@ -69,11 +68,10 @@ train.run(train.main)
 
 
 @pytest.fixture
-def here(trained, tmp_path):
+def here(here):
     """A directory with data/mine and SCRIPT."""
-    shutil.copytree(trained / "data", tmp_path / "data")
-    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(ROOT)))
-    return tmp_path
+    (here / "script.py").write_text(SCRIPT.format(root=str(ROOT)))
+    return here
 
 
 def torchrun(script, *arguments, cwd, options=(), **environment):
@@ -92,10 +90,6 @@ def finish(process, code=0):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == code, output
     return output
-
-
-def weights(run, step=20):
-    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
 
 
 def losses(run):

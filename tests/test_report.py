@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import shutil
 
 import pytest
 import torch
@@ -12,12 +11,6 @@ from gptling.run import Progress
 from model import GPT, GPTConfig
 from tests.conftest import TINY, one_process, output_of, run_here
 from train import TrainConfig
-
-
-@pytest.fixture
-def here(trained, tmp_path):
-    shutil.copytree(trained / "data", tmp_path / "data")
-    return tmp_path
 
 
 def test_tensorboard_and_a_picture_show_what_the_log_says(here):

@@ -15,14 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from gptling import run as runs
 from gptling.cli import UserError
 from gptling.files import lock_directory
 from gptling.run import RunDirectory, list_checkpoints, load_training_state, resumed_config, step_of
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, one_process, output_of, run_here, run_script
+from tests.conftest import ROOT, TINY, one_process, output_of, run_here, run_script, weights
 from train import FIXED, TrainConfig, configure_optimizers
 
 COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
@@ -31,10 +30,6 @@ RESUME = ["--out_dir=out/mine", "--resume"]
 
 def log_of(run):
     return [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").split("\n")[:-1]]
-
-
-def weights(run, step):
-    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
 
 
 def assert_equal(a, b):
@@ -62,13 +57,6 @@ def contents(directory):
     """The files of a run. The lock is none of them: taking it may change its time."""
     files = (file for file in directory.rglob("*") if file.is_file() and file.name != ".lock")
     return {file.relative_to(directory): file.read_bytes() for file in files}
-
-
-@pytest.fixture
-def here(trained, tmp_path):
-    """A directory with data/mine in which to train."""
-    shutil.copytree(trained / "data", tmp_path / "data")
-    return tmp_path
 
 
 @pytest.fixture

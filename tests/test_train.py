@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -12,7 +11,6 @@ import filelock
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 
 from gptling.cli import UserError
@@ -22,19 +20,12 @@ from gptling.muon import Muon
 from gptling.run import list_checkpoints
 from gptling.tokenizers import build_tokenizer
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, one_process, output_of, run_here
+from tests.conftest import ROOT, TINY, one_process, output_of, run_here, weights
 from tests.test_dataset import write_data
 from train import TrainConfig, configure_optimizers, evaluate, learning_rate
 
 MINE = ["--dataset=mine", *TINY]
 STILL = ["--learning_rate=0", "--min_lr=0"]  # the weights stay as they are
-
-
-@pytest.fixture
-def here(trained, tmp_path):
-    """A directory with data/mine in which to train."""
-    shutil.copytree(trained / "data", tmp_path / "data")
-    return tmp_path
 
 
 def train(*flags, cwd):
@@ -46,10 +37,6 @@ def train(*flags, cwd):
 
 def read_log(run):
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-
-
-def weights(run, step=20):
-    return load_file(run / f"checkpoint-{step}" / "model.safetensors")
 
 
 def assert_close(a, b):

@@ -9,7 +9,7 @@ import pytest
 import train
 from gptling.run import load_training_state
 from gptling.tokenizers import load_tokenizer
-from tests.conftest import TEXT, TINY, output_of, run_here
+from tests.conftest import TEXT, TINY, one_line, output_of, run_here
 
 
 @pytest.fixture
@@ -17,13 +17,6 @@ def here(trained, tmp_path):
     """A directory with data/mine and the run out/mine."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
-
-
-def one_line(process, *words):
-    error = process.stderr.decode()
-    assert process.returncode == 1 and error.count("\n") == 1, error
-    assert all(word in error for word in words), error
-    return error
 
 
 def test_text_with_a_token_that_the_model_lacks_is_refused_with_the_way_out(tmp_path):

@@ -138,6 +138,7 @@ def generate(model: GPT, idx, n: int, **options) -> torch.Tensor:
     return torch.stack(list(model.generate(torch.as_tensor(idx), n, **options)), dim=1)
 
 
+@torch.no_grad()
 def greedy_without_cache(model: GPT, tokens: list[int], n: int) -> list[int]:
     """Return what generate draws at temperature 0, each token by a forward pass of its own."""
     block_size = model.config.block_size
