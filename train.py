@@ -185,8 +185,9 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 
 def main():
     # ------------------------------------------------------------ configuration
-    config, given, said = load(TrainConfig, __doc__, presets=True)
-    if given.get("minutes") and (config.resume or config.eval_only):  # a preset's does not count
+    config, given = load(TrainConfig, __doc__, presets=True)
+    said, last = set(given), next((n for n in given if n in ("minutes", "max_iters")), "")
+    if last == "minutes" and (config.resume or config.eval_only):
         raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
     processes = Processes()
@@ -211,11 +212,11 @@ def main():
         prepare(PrepareConfig())
     processes.barrier()
     if not (state or config.eval_only):
-        if not (said & {"minutes", "max_iters"} or config.dataset == "quickstart"):
+        if not (last or config.dataset == "quickstart"):
             config.minutes = 1.0
-        if config.minutes or "minutes" in said:
+        if last != "max_iters" and config.minutes:
             set_up_candidate = partial(set_up, source=source, processes=processes)
-            plan_run(config, given, said, longest, set_up_candidate, processes)
+            plan_run(config, said, longest, set_up_candidate, processes)
 
     # ------------------------------------------------------------ data
     if config.min_lr > config.learning_rate:

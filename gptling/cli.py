@@ -73,9 +73,9 @@ def print_error(message: str, code: int = 1) -> int:
 
 
 def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
-    """Return an instance of the dataclass `cls`, {name: value} of the flags given, and the names of
-    what flags or presets say. presets: the words before the first flag are presets. A usage error
-    exits with code 2."""
+    """Return an instance of the dataclass `cls`, and {name: value} of what presets and flags say,
+    the last one first. presets: the words before the first flag are presets. A usage error exits
+    with code 2."""
     words, hints = sys.argv[1:] if argv is None else list(argv), get_type_hints(cls)
     first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     n_presets, settings = first_flag if presets else 0, {}
@@ -92,9 +92,8 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
         description=description.partition("References:")[0].strip(),
         use_underscores=True,
     )
-    names = map(field_of, words[n_presets:])
-    given = {name: getattr(config, name) for name in names if name in hints}
-    return config, given, given.keys() | settings.keys()
+    names = [*settings, *map(field_of, words[n_presets:])]
+    return config, {name: getattr(config, name) for name in reversed(names) if name in hints}
 
 
 def read_preset(name: str, hints: dict[str, Any]) -> dict[str, Any]:

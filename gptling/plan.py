@@ -14,7 +14,6 @@ from contextlib import redirect_stderr, redirect_stdout
 import torch
 
 from gptling.dataset import Dataset, micro_batches
-from gptling.files import UserError
 from gptling.loss import objective_and_parts
 
 STARTED = time.perf_counter() - time.process_time()  # of the program: its imports took CPU time
@@ -205,15 +204,11 @@ class Planner:
         return sorted(times)[len(times) // 4]
 
 
-def plan_run(config, given: dict, said: set, longest: float, set_up, processes):
+def plan_run(config, said: set, longest: float, set_up, processes):
     """Plan a run of config.minutes from the program's start: print the plan and write it into
-    train.py's configuration, where the fields in `said` stay. given: the flags on the command line;
-    longest: the longest sequence that --init_from allows; set_up: train.py's. Raises UserError."""
-    if not config.minutes or "max_iters" in given:
-        raise UserError(f"--minutes={config.minutes:g}: give either a time or --max_iters")
-    # A preset's numbers of steps belong to its own time.
-    names = said - ({"max_iters", "warmup_iters", "eval_interval"} - given.keys())
-    fixed = {name: getattr(config, name) for name in names}
+    train.py's configuration, where the fields in `said` stay. longest: the longest sequence that
+    --init_from allows; set_up: train.py's."""
+    fixed = {name: getattr(config, name) for name in said - {"max_iters"}}
     fixed |= {} if hasattr(config, "dropout") else {"dropout": 0.0}  # a changed model has none
     data = Dataset(config.dataset, fixed.get("block_size", 1), eval_tokens=1)
     planner = Planner(config, fixed, data, longest, set_up, processes)

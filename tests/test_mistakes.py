@@ -86,7 +86,6 @@ MISTAKES = [
     ("train.py --dataset=notes", "data/notes has no prepared text", "prepare.py"),
     ("train.py NEW --dataset=mine --block_size=1000", "1001", "--block_size"),
     ("train.py NEW --dataset=mine --min_lr=1", "--min_lr=1.0", "--learning_rate="),
-    ("train.py NEW --dataset=mine --minutes=5", "--minutes=5", "--max_iters"),
     ("train.py --out_dir=new --dataset=mine --minutes=-5", "--minutes=-5", 2),
     ("train.py NEW --dataset=mine --device=cuda", "cuda"),
     ("train.py NEW --dataset=mine --init_from=nix", "nix", "out/mine"),

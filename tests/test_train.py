@@ -505,13 +505,13 @@ def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
 
 @torch.no_grad()
 def test_eval_only_takes_the_whole_split_in_sequences_as_long_as_the_model(trained):
-    """Whatever a preset says; flags count. Against the mean over single sequences."""
-    (trained / "few.toml").write_text("eval_tokens = 40\nblock_size = 8\ndtype = 'float32'\n")
-    arguments = ["few.toml", "--eval_only", "--init_from=out/mine", "--dataset=mine"]
+    """Unless a preset says otherwise. Against the mean over single sequences."""
+    (trained / "few.toml").write_text("eval_tokens = 40\nblock_size = 8\n")
+    arguments = ["--eval_only", "--init_from=out/mine", "--dataset=mine", "--dtype=float32"]
     model = load(GPT, trained / "out" / "mine" / "checkpoint-20")
     val = torch.from_numpy(np.load(trained / "data" / "mine" / "val.npy").astype(np.int64))
-    for flags, T, some in (([], 16, 0), (["--block_size=8", "--eval_tokens=40"], 8, 40)):
-        output = output_of("train.py", *arguments, *flags, cwd=trained)
+    for preset, T, some in (([], 16, 0), (["few.toml"], 8, 40)):
+        output = output_of("train.py", *preset, *arguments, cwd=trained)
         sequences = [val[i : i + T + 1] for i in validation_starts(len(val), T, some)]
         n = sum(len(ids) - 1 for ids in sequences)
         assert n == (40 if some else len(val) - 1)
