@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
 import tyro
 

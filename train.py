@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
 from tyro.conf import Suppress
 

@@ -1,11 +1,15 @@
-"""gptling/devices.py: devices and dtypes, attention of bfloat16 on a CPU, and peaks."""
+"""The machine: devices and dtypes, attention of bfloat16 on a CPU, waiting threads, peaks."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from gptling import threads
 from gptling.cli import UserError
 from gptling.devices import (
     cast_parameters,
@@ -17,6 +21,7 @@ from gptling.devices import (
     use_float32_attention,
 )
 from model import GPT, GPTConfig, KVCache
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
@@ -131,3 +136,52 @@ def test_buffers_keep_their_digits_where_parameters_are_cast():
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.angles.dtype == torch.complex64
     assert model.lm_head.weight is model.wte.weight
+
+
+# ---------------------------------------------------------------------------- waiting threads
+
+
+@pytest.fixture
+def start_beside(monkeypatch, tmp_path):
+    """The GOMP_SPINCOUNT of a program that starts while others use so many of each ten ticks of a
+    processor. It has two processors of three."""
+
+    def start_beside(*busy, **environment):
+        def pass_time(seconds):
+            clock.append(busy[len(clock) % len(busy)])
+            a, b = sum(clock), 10 * len(clock) - sum(clock)
+            lines = [f"cpu0 0 0 {a} {b - b // 3} {b // 3} 0 0 0 0 0", f"cpu1 0 0 0 {a + b} 0 0 0"]
+            lines = ["cpu 9 9 9 9 9 9 9 9", *lines, f"cpu2 {a + b} 0 0 0 0 0 0", "intr 99 9"]
+            threads.STAT.write_text("\n".join(lines))
+
+        clock = []
+        with monkeypatch.context() as patch:
+            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
+                patch.delenv(name, raising=False)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            patch.setattr(threads, "STAT", tmp_path / "stat")
+            patch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
+            patch.setattr("time.sleep", pass_time)
+            pass_time(0)
+            threads.limit_spinning()
+            return os.environ.get("GOMP_SPINCOUNT")
+
+    return start_beside
+
+
+def test_threads_spin_on_an_idle_machine_and_sleep_soon_beside_a_busy_program(start_beside):
+    assert start_beside(0) is None and start_beside(4) is None
+    assert start_beside(10, 10, 0) is None, "a short burst is no busy program"
+    assert start_beside(6) == "1000"
+    assert start_beside(10, GOMP_SPINCOUNT="7") == "7", "a variable that is set stays"
+    assert start_beside(10, OMP_WAIT_POLICY="active") is None
+    assert start_beside(10, OMP_NUM_THREADS="1") is None, "one thread waits for nobody"
+
+
+@pytest.mark.parametrize("script", ["train", "sample"])
+def test_how_threads_wait_is_chosen_before_pytorch_is_imported(script):
+    code = "import sys; sys.modules['torch'] = None\ntry:\n import " + script
+    code += "\nexcept ImportError:\n print('gptling.threads' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout == "True\n", result.stderr
