@@ -5,7 +5,6 @@ A field `top_k: int = 200  # help` is the flag `--top_k=200`, and `resume: bool`
 those given: defaults < presets from left to right < flags.
 """
 
-import difflib
 import gc
 import importlib
 import os
@@ -14,6 +13,7 @@ import signal
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, get_type_hints
@@ -31,8 +31,9 @@ def optional_package(name: str, install: str) -> ModuleType:
     """Import a package that not everybody has. Raises UserError without it."""
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"{error}: pip install {install}") from None
+    except Exception as error:  # a broken package, built for another numpy say, raises anything
+        reason = f"{name} cannot be imported ({type(error).__name__}: {error})"
+        raise UserError(f"{reason}: pip install {install}") from None
 
 
 def run(main: Callable[[], int | None]):
@@ -40,6 +41,7 @@ def run(main: Callable[[], int | None]):
     code 1; a bug keeps its traceback."""
     gc.freeze()  # the last collection need not look through all of PyTorch
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
+    treat_hangup_as_sigterm()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")  # whatever the locale says
     try:
@@ -65,40 +67,59 @@ def run(main: Callable[[], int | None]):
     sys.exit(code)
 
 
-def print_error(message: str, code: int = 1) -> int:
+def treat_hangup_as_sigterm():
+    """Do on SIGHUP, when the terminal is closed, what is done on SIGTERM at that moment. Windows
+    has no SIGHUP, and `nohup` ignores it."""
+    if not hasattr(signal, "SIGHUP") or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    def receive(number, frame):
+        for descriptor in terminals:  # writing to a closed one would fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGHUP, receive)
+
+
+def program() -> str:
+    """Return how this program is called: `train.py`, or `python -m gptling.compare`."""
+    path = Path(sys.argv[0])
+    in_package = path.resolve().parent == Path(__file__).parent
+    return f"python -m gptling.{path.stem}" if in_package else path.name
+
+
+def print_error(message: str) -> int:
     """Print a mistake as one line on standard error, and return the exit code."""
-    script = Path(sys.argv[0]).name
-    print(f"{script}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    return code
+    print(f"{program()}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return 1
 
 
 def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
     """Return an instance of the dataclass `cls`, and {name: value} of what presets and flags say,
-    the last one first. presets: the words before the first flag are presets. A usage error exits
-    with code 2."""
-    words, hints = sys.argv[1:] if argv is None else list(argv), get_type_hints(cls)
+    the last one first. presets: the words before the first flag are presets. A wrong flag exits
+    with code 2. Raises UserError for a wrong preset."""
+    words, hints = sys.argv[1:] if argv is None else argv, get_type_hints(cls)
     first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    n_presets, settings = first_flag if presets else 0, {}
-    try:
-        for name in words[:n_presets]:
-            settings |= read_preset(name, hints)
-    except UserError as error:
-        sys.exit(print_error(str(error), code=2))
-    flags = [f"--{name}={value}" for name, value in settings.items()] + words[n_presets:]
+    n_presets = first_flag if presets else 0
+    flags = [flag for name in words[:n_presets] for flag in read_preset(name)]
+    flags += words[n_presets:]
+    hide_empty_defaults(cls)
     config = tyro.cli(
         cls,
-        args=[part for word in flags for part in as_tyro(word, hints)],
-        prog=Path(sys.argv[0]).name,
+        args=[part for flag in flags for part in as_tyro(flag, hints)],
+        prog=program(),
         description=description.partition("References:")[0].strip(),
         use_underscores=True,
+        config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
     )
-    names = [*settings, *map(field_of, words[n_presets:])]
-    return config, {name: getattr(config, name) for name in reversed(names) if name in hints}
+    names = map(field_of, reversed(flags))
+    return config, {name: getattr(config, name) for name in names if name in hints}
 
 
-def read_preset(name: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """The settings in a TOML file, whose keys must be in `hints`; `config/gpt2.toml` is found from
-    any directory. Raises UserError."""
+def read_preset(name: str) -> list[str]:
+    """Return the settings in a TOML file as flags. `config/gpt2.toml` is found from any directory.
+    Raises UserError."""
     paths = [path for path in (Path(name), CONFIG.parent / name) if path.is_file()]
     if not paths or paths[0].suffix != ".toml":
         known = ", ".join(f"config/{file.name}" for file in sorted(CONFIG.glob("*.toml")))
@@ -108,11 +129,17 @@ def read_preset(name: str, hints: dict[str, Any]) -> dict[str, Any]:
         settings = tomllib.loads(paths[0].read_text(encoding="utf-8-sig"))
     except ValueError as error:  # TOMLDecodeError is one
         raise UserError(f"{name}: {error}") from None
-    for key in settings.keys() - hints.keys():
-        near = difflib.get_close_matches(key, hints, n=1)
-        suggestion = f": did you mean {near[0]}?" if near else ""
-        raise UserError(f"{name}: unknown key {key}{suggestion}")
-    return settings
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def hide_empty_defaults(cls: type):
+    """Have --help show no default that is None or empty, and mark what may be repeated."""
+    hints = get_type_hints(cls, include_extras=True)
+    for field in fields(cls):
+        if field.default in (None, "", ()):
+            hint = "(repeatable)" if field.default == () else ""
+            hidden = tyro.conf.arg(help_behavior_hint=hint)
+            cls.__annotations__[field.name] = Annotated[hints[field.name], hidden]
 
 
 def field_of(flag: str) -> str:

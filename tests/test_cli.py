@@ -12,7 +12,18 @@ from typing import Literal
 import pytest
 import tyro
 
-from gptling.cli import CONFIG, Fraction, PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import (
+    CONFIG,
+    Fraction,
+    PositiveInt,
+    UserError,
+    check_numbers,
+    load,
+    optional_package,
+    run,
+    treat_hangup_as_sigterm,
+)
+from gptling.compare import CompareConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
 from tests.conftest import ROOT
@@ -50,8 +61,8 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
     (tmp_path / "b.toml").write_text('name = "b c=d"\nloud = true\nmode = true\ncurves = false\n')
     config, given = parse(a, b, "--width=9", "--line_width", "1e-3")
     assert config == Example(9, 1e-3, "b c=d", loud=True, curves=False, mode=True, double=18)
-    said = dict(name="b c=d", curves=False, loud=True, mode=True, width=9, line_width=1e-3)
-    assert list(given.items()) == list(said.items())[::-1], "the last word first"
+    said = dict(line_width=1e-3, width=9, curves=False, mode=True, loud=True, name="b c=d")
+    assert list(given.items()) == list(said.items()), "the last word first"
     assert parse(b, a, "--name=c", "--no-loud")[0] == Example(4, 1.0, "c", mode=True)
     assert parse() == (Example(), {})
     (tmp_path / "a.toml").write_text("width = -4")
@@ -113,6 +124,14 @@ def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
     (tmp_path / "config").mkdir()
     (tmp_path / f"config/{preset}.toml").write_text("max_iters = 7")  # the nearer one
     assert load(TrainConfig, "", [f"config/{preset}.toml"], presets=True)[0].max_iters == 7
+
+
+def test_a_package_that_is_missing_or_broken_is_named_with_its_remedy(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken.py").write_text("raise AttributeError('_ARRAY_API not found')")
+    for name, reason in {"missing": "No module named 'missing'", "broken": "_ARRAY_API"}.items():
+        with pytest.raises(UserError, match=rf"{name} cannot .*{reason}.*: pip install it"):
+            optional_package(name, "it")
 
 
 # ---------------------------------------------------------------------------- ends
@@ -182,18 +201,63 @@ def test_a_reader_who_has_had_enough_ends_a_script_in_silence():
         assert process.stderr.read() == b"" and process.wait() == 1
 
 
-@pytest.mark.parametrize("script, cls", [("prepare", PrepareConfig), ("train", TrainConfig),
-                                         ("sample", SampleConfig)])  # fmt: skip
-def test_help_shows_what_a_script_does_and_every_field_with_its_comment(script, cls, capsys):
-    source = "".join((ROOT / file).read_text("utf-8") for file in (f"{script}.py", "model.py"))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exit:
-        patch.setenv("COLUMNS", "200")
-        load(cls, __import__(script).__doc__, ["--help"])
+SAVES = """
+import pathlib, signal, sys, gptling.cli
+
+def main():
+    try:
+        print("ready", flush=True)
+        signal.pause()
+    finally:
+        print("saving", flush=True)
+        pathlib.Path(sys.argv[1]).write_text("saved")
+
+gptling.cli.run(main)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_a_closed_terminal_is_a_sigterm_unless_nohup_ignores_it(tmp_path, monkeypatch):
+    file, (terminal, end) = tmp_path / "saved", os.openpty()
+    command = [sys.executable, "-c", SAVES, file]
+    with subprocess.Popen(command, cwd=ROOT, stdout=end, stderr=end) as process:
+        os.close(end)
+        assert os.read(terminal, 5) == b"ready"
+        os.close(terminal)  # what is written there from now on fails
+        process.send_signal(signal.SIGHUP)
+    assert process.returncode == 143 and file.read_text() == "saved"
+    installed = []
+    monkeypatch.setattr("signal.getsignal", lambda number: signal.SIG_IGN)
+    monkeypatch.setattr("signal.signal", lambda number, handler: installed.append(number))
+    treat_hangup_as_sigterm()
+    assert not installed
+
+
+@pytest.mark.parametrize(
+    "file, cls, usage",
+    [
+        ("prepare.py", PrepareConfig, "prepare.py [-h] [OPTIONS] [SOURCES]"),
+        ("train.py", TrainConfig, "train.py [-h] [OPTIONS]"),
+        ("sample.py", SampleConfig, "sample.py [-h] [OPTIONS] [RUN]"),
+        ("gptling/compare.py", CompareConfig, "python -m gptling.compare [-h] [PATCHES] "),
+    ],
+)
+def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
+    file, cls, usage, monkeypatch, capsys
+):
+    source = "".join((ROOT / name).read_text("utf-8") for name in (file, "model.py"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("sys.argv", [str(ROOT / file)])
+    with pytest.raises(SystemExit) as exit:
+        load(cls, sys.modules[cls.__module__].__doc__, ["--help"])
     text = " ".join(re.sub("[─-╿]|-{9,}", " ", capsys.readouterr().out).split())
-    assert exit.value.code == 0 and text.count(f"python {script}.py") >= 3
+    assert exit.value.code == 0 and text.startswith(f"usage: {usage}")
+    assert text.count(f"python {file}") >= 3 or text.count("python -m gptling.compare") >= 4
+    assert not re.search(r"default: ('|\)|None)|\{None\}", text), "an empty default says nothing"
     for field in fields(cls):
         line = rf"^(?:    # (.+)\n)?    {field.name}: .*?(?:  # (.+))?$"
         at = re.search(line, source, re.MULTILINE)
         hidden = field.name == "vocab_size" and cls is TrainConfig  # as the tokenizer says
         assert hidden or " ".join((at[2] or at[1]).split()) in text
-        assert (f"--{field.name}" in text) != (hidden or field.name in ("sources", "run"))
+        positional = f"[{field.name.upper()}]" in usage
+        assert (f"--{field.name}" in text) != (hidden or positional)
