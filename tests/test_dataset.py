@@ -1,5 +1,6 @@
 """data/NAME as training reads it: sequences, validation, and what makes it another text."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from gptling.cli import UserError
-from gptling.dataset import Dataset, get_sequences, prefetch, validation_starts
+from gptling.dataset import Dataset, get_sequences, micro_batches
+from gptling.files import UserError
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from tests.conftest import one_process
 from train import TrainConfig
@@ -60,14 +61,16 @@ def test_an_epoch_visits_every_sequence_once(lengths):
         assert len({min(starts) % 16 for starts in epochs}) > 1  # other cuts in each epoch
 
 
-def test_targets_are_the_next_tokens(trained, monkeypatch):
-    monkeypatch.chdir(trained)
+def test_targets_are_the_next_tokens_and_a_copy(here):
+    write_data("mine", np.arange(1000) % 10, [1] * 50)
     data = Dataset("mine", block_size=16)
-    data.train = [np.arange(1000) % 10]
     config = TrainConfig(block_size=16, batch_size=5)
     ((x, y),) = data.batches(config, range(3, 4), one_process())
     assert x.shape == y.shape == (5, 16) and x.dtype == torch.int64
     assert torch.equal(y, (x + 1) % 10) and torch.equal(x[:, 1:], y[:, :-1])
+    before = x.clone()
+    y[:, ::2] = -100
+    assert torch.equal(x, before)
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
@@ -80,31 +83,27 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert starts[0] % 16 != others[0] % 16  # and other cuts
 
 
-def test_processes_and_accumulation_share_the_same_sequences():
-    shards, B = [np.arange(50_000)], 4
-    whole = TrainConfig(block_size=16, batch_size=4 * B)
-    parts = TrainConfig(block_size=16, batch_size=B, gradient_accumulation_steps=4)
-    for step in (0, 7, 300):
-        expected = get_sequences(shards, whole, step)
-        one = [get_sequences(shards, parts, step, micro) for micro in range(4)]
-        two = [get_sequences(shards, parts, step, m, r, 2) for m in range(2) for r in range(2)]
-        assert torch.equal(torch.cat(one), expected)
-        assert torch.equal(torch.cat(two), expected)
+def test_a_step_has_the_same_sequences_however_it_is_cut():
+    shards, whole = [np.arange(50_000)], TrainConfig(block_size=16, batch_size=16)
+    for n, processes, step in itertools.product((1, 2, 4, 16), (1, 2, 4), (0, 7, 300)):
+        config = TrainConfig(block_size=16, batch_size=16 // n, gradient_accumulation_steps=n)
+        places = itertools.product(range(micro_batches(config, processes)[1]), range(processes))
+        parts = [get_sequences(shards, config, step, m, rank, processes) for m, rank in places]
+        assert torch.equal(torch.cat(parts), get_sequences(shards, whole, step))
 
 
-def test_prefetched_batches_are_those_asked_for_in_order():
-    places = list(itertools.product(range(5, 7), range(3)))
-    assert list(prefetch(lambda step, micro_step: (step, micro_step), places)) == places
-
-
-def test_an_error_in_a_prefetched_batch_reaches_the_loop():
-    def load(step):
-        if step == 2:
+def test_batches_are_in_order_and_an_error_reaches_the_loop(here, monkeypatch):
+    def load(shards, config, step, micro_step, rank, world_size):
+        if step == 7:
             raise UserError("bad data")
-        return step
+        return torch.tensor([[step, micro_step]])
 
-    batches = prefetch(load, zip(range(4)))
-    assert [next(batches), next(batches)] == [0, 1]
+    monkeypatch.setattr("gptling.dataset.get_sequences", load)
+    write_data("mine", [1] * 50, [1] * 50)
+    config = TrainConfig(batch_size=2, gradient_accumulation_steps=3)
+    batches = Dataset("mine", 16).batches(config, range(5, 9), one_process())
+    found = [(int(x), int(y)) for x, y in itertools.islice(batches, 6)]
+    assert found == list(itertools.product((5, 6), range(3)))
     with pytest.raises(UserError, match="bad data"):
         next(batches)
 
@@ -135,20 +134,34 @@ def test_shards_are_in_the_order_of_their_names_whatever_the_file_system_says(he
         assert all(isinstance(shard, np.memmap) for shard in shards), "opened unread"
 
 
-def test_a_few_sequences_of_a_long_split_are_looked_at(here):
-    write_data("long", [1] * 50, np.zeros(3_500_000))
-    data = Dataset("long", 16, 40)
-    assert data.val_targets == data.val_bytes == 48 and data.val_starts[-1] > 2_000_000
-
-
-def test_some_sequences_judge_as_the_whole_split_does():
+def test_some_sequences_judge_as_the_whole_split_does(here):
     """Text that is easy at first and hard later: the first tokens alone would be another text."""
-    starts = validation_starts(100_001, 10, 1000)
-    assert len(starts) == 100 and starts[0] == 0 and len(set(np.diff(starts))) == 1
+    write_data("mine", [1] * 50, np.zeros(3_500_000))
+    data = Dataset("mine", 16, 40)
+    assert data.val_targets == data.val_bytes == 48 and data.val_starts[-1] > 2_000_000
     for n_tokens, T, eval_tokens in ((100_001, 10, 990), (57, 8, 31), (57, 8, 56), (2, 8, 5)):
-        starts = validation_starts(n_tokens, T, eval_tokens)
+        data.val, data.block_size = np.zeros(n_tokens, dtype=np.uint16), T
+        data.validate_on(eval_tokens)
+        starts = data.val_starts
         assert len(set(starts)) == len(starts) and starts.max() < n_tokens - 1
         assert abs(starts.mean() - (n_tokens - T) / 2) <= max(T, n_tokens / len(starts))
+
+
+@pytest.mark.parametrize("n_tokens", [18, 64, 65, 66, 200])
+def test_processes_validate_on_each_token_of_the_split_once(here, n_tokens):
+    write_data("mine", [1] * 50, np.arange(n_tokens), build_tokenizer("byte", end_of_text=False))
+    data, processes = Dataset("mine", 16), one_process()
+    assert data.val_targets == data.val_bytes == n_tokens - 1
+    for world_size in (1, 2, 3):
+        batches = []
+        for rank in range(world_size):
+            processes.rank, processes.world_size = rank, world_size
+            batches.append(list(data.validation_batches(2, processes)))
+        assert len(set(map(len, batches))) == 1  # as FSDP needs
+        pairs = [(x[y != -100], y[y != -100]) for x, y in itertools.chain(*batches)]
+        inputs, targets = map(torch.cat, zip(*pairs, strict=True))
+        assert torch.equal(targets, inputs + 1)
+        assert sorted(targets.tolist()) == list(range(1, n_tokens))
 
 
 # ---------------------------------------------------------------- files
@@ -169,9 +182,6 @@ def test_data_suit_a_checkpoint_that_has_their_tokens(here, ours, theirs, vocab_
         end_of_text = characters.endswith(".")
         tokenizer = build_tokenizer("char", [characters[:2]], end_of_text=end_of_text)
         write_data(name, [1] * 50, [1] * 50, tokenizer)
-    data, checkpoint = Dataset("mine", 16), Path("data/theirs")
-    if same:
-        data.check_tokenizer(checkpoint, vocab_size)
-    else:
-        with pytest.raises(UserError, match="--tokenizer=data/theirs"):
-            data.check_tokenizer(checkpoint, vocab_size)
+    refused = pytest.raises(UserError, match="--tokenizer=data/theirs")
+    with contextlib.nullcontext() if same else refused:
+        Dataset("mine", 16).check_tokenizer(Path("data/theirs"), vocab_size)

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gptling.cli import UserError
-from gptling.dataset import Dataset, validation_starts
+from gptling.dataset import Dataset
 from gptling.gpt2_format import load
 from gptling.muon import Muon
 from gptling.run import list_checkpoints
@@ -512,7 +512,9 @@ def test_eval_only_takes_the_whole_split_in_sequences_as_long_as_the_model(train
     val = torch.from_numpy(np.load(trained / "data" / "mine" / "val.npy").astype(np.int64))
     for preset, T, some in (([], 16, 0), (["few.toml"], 8, 40)):
         output = output_of("train.py", *preset, *arguments, cwd=trained)
-        sequences = [val[i : i + T + 1] for i in validation_starts(len(val), T, some)]
+        in_all = math.ceil((len(val) - 1) / T)
+        n = math.ceil(some / T) or in_all
+        sequences = [val[i * in_all // n * T :][: T + 1] for i in range(n)]
         n = sum(len(ids) - 1 for ids in sequences)
         assert n == (40 if some else len(val) - 1)
         losses = [float(model(i[None, :-1], i[None, 1:])[1]) * (len(i) - 1) for i in sequences]
