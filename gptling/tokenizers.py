@@ -35,8 +35,19 @@ BPE_PATTERN = (  # GPT-4's (tiktoken's cl100k_base)
 # visible, otherwise the next one from 256 on.
 LETTERS = pre_tokenizers.ByteLevel.alphabet()
 HIDDEN = [byte for byte in range(256) if chr(byte) not in LETTERS]
-BYTE_TO_LETTER = {byte: 256 + i for i, byte in enumerate(HIDDEN)}  # for str.translate
-LETTER_TO_BYTE = {letter: byte for byte, letter in BYTE_TO_LETTER.items()}
+BYTE_TO_LETTER = dict(zip(HIDDEN, range(256, 512), strict=False))  # for str.translate
+LETTER_TO_BYTE = dict(enumerate(HIDDEN, 256))
+# The settings of a tokenizer.json that change tokens, with the values that tiktoken follows.
+OFF = (
+    "truncation padding normalizer dropout byte_fallback fuse_unk continuing_subword_prefix "
+    "end_of_word_suffix special_tokens single_word lstrip rstrip"
+).split()
+FOLLOWED = dict.fromkeys(OFF, (None, False, "", {})) | {
+    "type": ("BPE", "Split", "ByteLevel", "TemplateProcessing"),
+    "behavior": ("Isolated", "Removed"),  # of text between matches: there is none
+    "special": (True,),
+}
+PROBE = "".join(map(chr, range(0x250)))  # text of which a pattern may leave out some
 
 
 def make_char(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
@@ -54,13 +65,12 @@ def make_byte(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
 
 
 def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
-    """A byte-level BPE with `vocab_size` tokens (0: 4,096), always including end-of-text. Raises
-    UserError if the texts have too few pairs to merge."""
-    size = vocab_size or 4096
-    tokenizer = _train_bpe(draw_sample(texts, BPE_SAMPLE)[0], size)
-    if tokenizer.n_vocab < size:
-        raise UserError(f"--vocab_size={size}: give at most {tokenizer.n_vocab}, or more text")
-    return tokenizer
+    """A byte-level BPE with `vocab_size` tokens, always including end-of-text. 0: 4,096, or fewer
+    if the texts have too few pairs to merge. Raises UserError if they have too few for a size."""
+    bpe = _train_bpe(draw_sample(texts, BPE_SAMPLE)[0], vocab_size or 4096)
+    if bpe.n_vocab < vocab_size:
+        raise UserError(f"--vocab_size={vocab_size}: give at most {bpe.n_vocab}, or more text")
+    return bpe
 
 
 def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
@@ -127,9 +137,9 @@ def build_tokenizer(
     """Make one of TOKENIZERS from the texts, or get one of tiktoken's. Raises UserError."""
     if kind in TOKENIZERS:
         return TOKENIZERS[kind](texts, vocab_size, end_of_text)
-    names = ", ".join([*TOKENIZERS, *sorted(tiktoken.list_encoding_names())])
-    if kind not in names.split(", "):
-        raise UserError(f"unknown tokenizer {kind!r}: give one of {names}, or a directory")
+    names = [*TOKENIZERS, *sorted(tiktoken.list_encoding_names())]
+    if kind not in names:
+        raise UserError(f"unknown tokenizer {kind!r}: {', '.join(names)}, or a directory")
     try:
         return tiktoken.get_encoding(kind)
     except OSError as error:  # requests' errors are OSErrors
@@ -204,26 +214,32 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     try:
         return _from_json(json.loads(file.read_text(encoding="utf-8")), name="stored")
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{file}: not a byte-level BPE that tiktoken can read: {error!r}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{file}: not a byte-level BPE as tiktoken reads it: {reason}") from None
 
 
 def _from_json(stored, name):
-    vocab, pre_tokenizer = stored["model"]["vocab"], stored["pre_tokenizer"]
+    model, added, words = stored["model"], stored["added_tokens"], stored["pre_tokenizer"] or {}
+    words = words.get("pretokenizers", [words])
+    for part in (stored, model, stored.get("post_processor") or {}, *words, *added):
+        for key, values in FOLLOWED.items():
+            if part.get(key, values[0]) not in values:
+                raise ValueError(f"{key} is {part[key]!s:.60} in {part!s:.60}")
+    splits = [part for part in words if part.get("use_regex", True)]
+    if len(splits) != 1 or words[-1].get("add_prefix_space", True):
+        raise ValueError(f"pre_tokenizer is {words}")
     # GPT-2's published file has a ByteLevel alone, which implies the pattern.
-    split, byte_level = pre_tokenizer.get("pretokenizers", [None, pre_tokenizer])
-    pattern = split["pattern"]["Regex"] if split else GPT2_PATTERN
-    if byte_level["add_prefix_space"] or byte_level.get("use_regex", True) == bool(split):
-        raise ValueError("pre_tokenizer")
-    post_processor = stored.get("post_processor") or byte_level
-    adds_nothing = post_processor["type"] == "ByteLevel" or post_processor["special_tokens"] == {}
-    if stored.get("normalizer") or not adds_nothing:  # transformers writes an empty template
-        raise ValueError("normalizer or post_processor")
-    special = {token["content"]: token["id"] for token in stored["added_tokens"]}
-    letters = {token: id for token, id in vocab.items() if token not in special}
+    pattern = splits[0].get("pattern", {"Regex": GPT2_PATTERN})["Regex"]
+    special = {token["content"]: token["id"] for token in added}
+    letters = {token: id for token, id in model["vocab"].items() if token not in special}
     ranks = {token.translate(LETTER_TO_BYTE).encode("latin-1"): letters[token] for token in letters}
-    order = [vocab["".join(merge).replace(" ", "")] for merge in stored["model"]["merges"]]
+    order = [letters["".join(merge).replace(" ", "")] for merge in model["merges"]]
     if order != sorted(order):
         raise ValueError("ids that are not in the order of the merges")
-    if pattern != ANY_CHARACTER and sum(len(token) == 1 for token in ranks) < 256:
-        raise ValueError("bytes are missing, which only a character tokenizer may lack")
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    if pattern != ANY_CHARACTER:  # a character tokenizer may lack bytes
+        if not has_all_bytes(bpe):
+            raise ValueError("bytes are missing from the vocabulary")
+        if bpe.decode(bpe.encode_ordinary(PROBE)) != PROBE:
+            raise ValueError(f"the pattern leaves out text: {pattern}")
+    return bpe
