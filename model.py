@@ -45,35 +45,27 @@ class GPTConfig:
     def __post_init__(self):
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             value = getattr(self, name)
-            whole = type(value) is int and value >= 1
-            require(whole, f"{name}={value!r:.50}: must be at least 1, a whole number")
+            require(type(value) is int and value >= 1, f"{name}={value!r}: must be 1, 2, 3 or more")
         divides = self.n_embd % self.n_head == 0
         require(divides, f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be at least 0 and below 1")
 
 
-class KVCache:
-    """Keys and values of one attention layer so far. Memory is taken once, for block_size, so that
-    a step copies only its new keys. dtype: the keys' own if None."""
-
-    def __init__(self, dtype: torch.dtype | None = None):
-        self.k = self.v = None  # (B, nh, block_size, hs)
-        self.dtype, self.length = dtype, 0
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, block_size: int):
-        """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs)."""
-        if self.k is None:
-            B, nh, _, hs = k.shape
-            self.k = k.new_empty(B, nh, block_size, hs, dtype=self.dtype)
-            self.v = torch.empty_like(self.k)
-        start, self.length = self.length, self.length + k.size(2)
-        self.k[:, :, start : self.length] = k
-        self.v[:, :, start : self.length] = v
-        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+def hide_padding(mask, padding_mask):
+    """Return the mask without the keys where padding_mask (B, S) is False, and has_key (..., T, 1),
+    which queries still have a key. A query without any attends to all keys, so that softmax and
+    gradient stay finite: what it gets is then multiplied by has_key."""
+    hidden = False if mask.dtype == torch.bool else -math.inf
+    if padding_mask is not None:
+        if padding_mask.dtype != torch.bool:
+            raise TypeError(f"padding_mask is {padding_mask.dtype}: bool, True = may attend")
+        mask = mask.masked_fill(~padding_mask[:, None, None, :], hidden)
+    has_key = (mask != hidden).any(dim=-1, keepdim=True)
+    return mask.masked_fill(~has_key, 1), has_key
 
 
 def check_length(length: int, block_size: int):
-    if length > block_size:
+    if length > block_size:  # not require: its message would make torch.compile compile each length
         raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
 
 
@@ -98,7 +90,7 @@ class MultiHeadAttention(nn.Module):
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
         mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
-        self.plain_mask = {}  # not known yet: see has_plain_mask
+        self.checked = None, 0, False  # see has_plain_mask
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
         """x (B, T, d_in) to (B, T, d_out).
@@ -112,12 +104,14 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs); of a context k, v (B, nh, S, hs)
         if cache is not None:
             k, v = cache.append(k, v, self.block_size)  # (B, nh, S, hs)
-        T, S, has_key = q.size(2), k.size(2), None
-        if padding_mask is None and (past == 0 or T == 1) and self.has_plain_mask():
-            # The kernel's own mask is faster; a single query after others attends to all keys.
-            options = {"is_causal": self.causal if past == 0 else False}
+        causal = self.causal_mask[None, None, past : past + q.size(2), : k.size(2)]  # (1, 1, T, S)
+        mask, has_key = self.mask(causal, past), None
+        plain = mask is causal and padding_mask is None and self.has_plain_mask()
+        if plain and (past == 0 or q.size(2) == 1):
+            # The kernel's own mask is faster. A single query after others attends to all keys.
+            options = {"is_causal": self.causal and past == 0}
         else:
-            mask, has_key = self.mask(T, S, past, padding_mask)
+            mask, has_key = hide_padding(mask, padding_mask)
             options = {"attn_mask": mask}
         dropout_p = self.dropout if self.training else 0.0
         y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)
@@ -129,13 +123,14 @@ class MultiHeadAttention(nn.Module):
         """softmax(Q K^T / sqrt(hs)) written out, before dropout: (B, nh, T, S). Rows sum to 1, or
         to 0 for a query without any key. Arguments as for forward."""
         q, k, _ = self.project(x, context)
-        mask, has_key = self.mask(q.size(2), k.size(2), 0, padding_mask)
+        causal = self.causal_mask[None, None, : q.size(2), : k.size(2)]
+        mask, has_key = hide_padding(self.mask(causal, 0), padding_mask)
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, S)
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         return scores.softmax(dim=-1) * has_key
 
     def project(self, x, context=None, past=0):
-        """q, k and v (B, nh, T, hs), or k and v of a context (B, nh, S, hs); `past`: see mask."""
+        """q, k and v (B, nh, T, hs); of a context k, v (B, nh, S, hs). past: keys before x."""
         check_length(past + x.size(1), self.block_size)
         q, k, v = self.c_attn(x).chunk(3, dim=-1)  # each (B, T, d_out)
         if context is not None:
@@ -144,32 +139,40 @@ class MultiHeadAttention(nn.Module):
         # Split the width into heads first, then swap: a bare view would mix positions and heads.
         return [t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v)]
 
-    def mask(self, T, S, past=0, padding_mask=None):
-        """Which keys T queries attend to, the first of them at position `past`: (B or 1, 1, T, S),
-        True = may attend; and has_key (B or 1, 1, T, 1). Nothing else decides it. A mask of floats,
-        (B or 1, nh, T, S), is added to the scores instead, -inf for a hidden key. Positions are
-        columns: a row with padding begins later. One that changes with time: see below."""
-        mask = self.causal_mask[None, None, past : past + T, :S]
-        if padding_mask is not None:
-            if padding_mask.dtype != torch.bool:
-                raise TypeError(f"padding_mask is {padding_mask.dtype}: bool, True = may attend")
-            mask = mask & padding_mask[:, None, None, :]  # a new tensor: the buffer stays as it is
-        # A query without any key attends to all keys, so that softmax and gradient stay finite;
-        # what it gets is then multiplied by has_key.
-        has_key = mask.any(dim=-1, keepdim=True)
-        return mask | ~has_key, has_key
+    def mask(self, mask, past):
+        """Which keys each query attends to: `mask`, rows of causal_mask from that of the query at
+        position `past`, (1, 1, T, S), True = may attend. To change it, return other booleans, or
+        floats to add to the scores, -inf for a hidden key: (B or 1, nh or 1, T, S). Only padding is
+        hidden elsewhere. Positions are columns: a row with padding on its left begins later."""
+        return mask
 
+    @torch.compiler.assume_constant_result
     def has_plain_mask(self) -> bool:
-        """Whether mask() is what the kernel makes itself, and faster: a triangle, or all keys. The
-        first call outside of torch.compile finds out, in training and in evaluation. Where mask()
-        changes with time or from batch to batch, let this return False."""
-        if self.training not in self.plain_mask and not torch.compiler.is_compiling():
-            mask, _ = self.mask(self.block_size, self.block_size)
-            plain = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
-            plain = plain.tril() if self.causal else plain
-            same = mask.dtype == torch.bool and torch.equal(mask, plain.expand_as(mask))
-            self.plain_mask[self.training] = same
-        return self.plain_mask.get(self.training, False)
+        """Whether causal_mask is a triangle, or all True, as the kernel's own masks are."""
+        mask, version = self.causal_mask, self.causal_mask._version
+        if self.checked[0] is not mask or self.checked[1] != version:  # a new or changed buffer
+            plain = torch.ones_like(mask)
+            self.checked = mask, version, torch.equal(mask, plain.tril() if self.causal else plain)
+        return self.checked[2]
+
+
+class KVCache:
+    """Keys and values of one attention layer so far. Memory is allocated once, for block_size, so
+    that a step copies only its new keys. dtype: the keys' own if None."""
+
+    def __init__(self, dtype: torch.dtype | None = None):
+        self.k = self.v = None  # (B, nh, block_size, hs); values may be wider than keys
+        self.dtype, self.length = dtype, 0
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, block_size: int):
+        """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs)."""
+        if self.k is None:
+            self.k = k.new_empty(*k.shape[:2], block_size, k.size(3), dtype=self.dtype)
+            self.v = v.new_empty(*v.shape[:2], block_size, v.size(3), dtype=self.dtype)
+        start, self.length = self.length, self.length + k.size(2)
+        self.k[:, :, start : self.length] = k
+        self.v[:, :, start : self.length] = v
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
 
 class MLP(nn.Module):
@@ -284,33 +287,31 @@ class GPT(nn.Module):
         # Which ids may be drawn: not those that only pad the vocabulary (see restrict_to_tokens).
         valid_tokens = torch.ones(config.vocab_size, dtype=torch.bool)
         self.register_buffer("valid_tokens", valid_tokens, persistent=False)
-        self.untouched = self.init_weights()
+        self.dropout = config.dropout  # of the embeddings
+        self.uninitialised = self.init_weights()
 
     def init_weights(self) -> list[str]:
-        """N(0, 0.02), biases 0, and the layers that write into the residual stream scaled by
-        1 / sqrt(2 n_layer), so that its variance does not grow with depth (GPT-2, section 2.3).
-        GPT-2's 0.02 is for a width of 768; linear layers in blocks have 0.02 sqrt(768 / C).
-        What a layer's __init__ set of these is overwritten. Returns the names of all others."""
+        """Draw weights from N(0, 0.02), set biases to 0, and scale layers that write into the
+        residual stream by 1 / sqrt(2 n_layer), so that its variance does not grow with depth
+        (GPT-2, section 2.3). 0.02 is for a width of 768: linear layers in blocks have 0.02 sqrt(768
+        / C). Norms and the parameters whose names are returned stay as __init__ made them."""
         C, V, n_layer = self.config.n_embd, self.config.vocab_size, self.config.n_layer
         linear_std = 0.02 * math.sqrt(768 / C)
         # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
         token_std = min(0.02, math.sqrt(0.03 * math.log(V) / C))  # of embeddings, output layers
         in_blocks = {module for module in self.h.modules() if isinstance(module, nn.Linear)}
-        touched = set()
+        known = set()
         for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()  # 1, biases 0
-            elif isinstance(module, nn.Embedding | nn.Linear):
+            if isinstance(module, nn.Embedding | nn.Linear):
                 std = linear_std if module in in_blocks else token_std
                 std = std / math.sqrt(2 * n_layer) if name.endswith("c_proj") else std
-                if module.weight not in touched:  # else it is tied to an embedding
+                if module.weight not in known:  # else it is tied to an embedding
                     nn.init.normal_(module.weight, mean=0.0, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
-            else:
-                continue
-            touched.update(module.parameters(recurse=False))
-        return [name for name, parameter in self.named_parameters() if parameter not in touched]
+            if isinstance(module, nn.Embedding | nn.Linear | nn.LayerNorm | nn.RMSNorm):
+                known.update(module.parameters(recurse=False))
+        return [name for name, parameter in self.named_parameters() if parameter not in known]
 
     def hidden(self, idx, padding_mask=None, cache=None):
         """The final LayerNorm's output (B, T, C); arguments as for forward."""
@@ -322,7 +323,7 @@ class GPT(nn.Module):
             # A sequence's first real token has position 0, however much padding precedes it
             positions = (padding_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, past:]  # (B, T)
         x = self.wte(idx) + self.wpe(positions)  # (B, T, C)
-        x = F.dropout(x, self.config.dropout, self.training)
+        x = F.dropout(x, self.dropout, self.training)
         for i, block in enumerate(self.h):
             x = block(x, padding_mask, cache[i] if cache else None)
         return self.ln_f(x)
@@ -332,9 +333,10 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def losses(self, logits, targets):
-        """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 where a target is -100.
-        Each row by itself: training may call it with some of the rows. What belongs to the training
-        loss alone stands behind `if self.training:`. float32, for a sum over V exponentials."""
+        """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 if a target is -100.
+        Each row by itself: training may call it with some of the rows. Put what belongs to the
+        training loss alone behind `if self.training:`. To mask targets, set them to -100 in
+        train.py's loop: a 0 here counts in the mean. float32, for a sum over V exponentials."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
@@ -345,8 +347,9 @@ class GPT(nn.Module):
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S;
         last_only: logits (B, 1, V) of the last position.
         With targets and a loss_in_pieces the logits are None: never held in float32 all at once.
-        A third value, of a changed model with targets, is {name: scalar}: train.py adds each to the
-        loss that it minimises, and logs it by its name; one that is detached is only logged.
+        A third value, of a changed model with targets, is {name: scalar}: train.py logs each by its
+        name and adds it to the loss that it minimises, weighted like the loss by the micro-batch's
+        number of targets. One that is detached is only logged.
         Raises ValueError for more than block_size tokens, IndexError for an id of idx outside V."""
         x = self.hidden(idx, padding_mask, cache)  # (B, T, C)
         if targets is None:
@@ -356,13 +359,12 @@ class GPT(nn.Module):
         else:
             logits = self.logits(x)
             losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)
-        return logits, losses.sum() / (targets != -100).sum()
+        return logits, losses.sum() / (targets != -100).sum().clamp(min=1)
 
     def next_logits(self, idx, padding_mask=None, cache=None):
         """Logits (B, V) in float32 for the token after each row: the next step of decoding, which
         computes only the tokens in idx and takes those before from the cache."""
-        options = {"padding_mask": padding_mask, "cache": cache, "last_only": True}
-        return self(idx, **options)[0][:, -1].float()
+        return self(idx, padding_mask=padding_mask, cache=cache, last_only=True)[0][:, -1].float()
 
     @torch.no_grad()
     def generate(

@@ -36,7 +36,7 @@ from gptling.files import is_plain_name
 from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
 from gptling.plan import STARTED, plan_run
-from gptling.pretrained import build_model, find_checkpoint, take_sizes
+from gptling.pretrained import build_model, find_checkpoint, print_uninitialised, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
 from gptling.run import Progress, RunDirectory, load_states
@@ -138,7 +138,8 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
     optimizers = [torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)]
     if muon:
         scale = config.muon_lr / (config.learning_rate or 1)
-        group = {"params": [p for p in model.parameters() if p in muon], "lr_scale": scale}
+        named = [(name, p) for name, p in model.named_parameters() if p in muon]
+        group = {"params": named, "lr_scale": scale}
         options = {"momentum": config.muon_momentum, "weight_decay": config.weight_decay}
         muon_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         optimizers.append(Muon([group], muon_dtype, **options))
@@ -148,15 +149,16 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, processes: Processes):
     """Loss over the validation split: (nats per token, bits per byte of text)."""
-    sums = []  # on the device, which nothing waits for
+    sums = []  # of losses and of targets that count, on the device, which nothing waits for
     model.eval()
     for idx, targets in data.validation_batches(config.batch_size, processes):
-        _, loss, *_ = model(idx, targets)
-        count = (targets != -100).sum()  # the loss is a mean over the targets that count
-        sums.append(torch.where(count > 0, loss * count, 0))
+        _, loss, *_ = model(idx, targets)  # a mean over the targets that count: not -100
+        count = (targets != -100).sum()
+        sums.append(torch.stack([torch.where(count > 0, loss * count, 0), count]))
     model.train()
-    nats = processes.sum(torch.stack(sums).cpu().double().sum()).item()
-    return nats / data.val_targets, nats / (math.log(2) * max(1, data.val_bytes))
+    total, count = processes.sum(torch.stack(sums).cpu().double().sum(dim=0)).tolist()
+    nats, bytes_per_token = total / max(1, count), max(1, data.val_bytes) / data.val_targets
+    return nats, nats / math.log(2) / bytes_per_token
 
 
 def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
@@ -234,6 +236,8 @@ def main():
         with autocast:
             print_evaluation(source, data, *evaluate(parallel, data, config, processes))
         return
+    if not state:
+        print_uninitialised(model, optimizers)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     load_states(model, optimizers, scaler, state)
     progress = state.get("progress", Progress())
@@ -256,22 +260,27 @@ def main():
     loss_sum = torch.tensor(progress.loss_sum, device=device)  # since the last evaluation
     for step in range(progress.step, config.max_iters):
         lr = learning_rate(step, config)
-        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-            group["lr"] = lr * group.get("lr_scale", 1)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_scale", 1)
 
+        batch = [next(batches) for _ in range(micro_steps)]  # to mask targets, make them -100 here
+        counts = [(y != -100).sum() for _, y in batch]
+        n_targets = processes.sum(sum(counts)).clamp(min=1)  # of the step, in all processes
         losses = {}  # of the step: "loss", and what a changed model adds to it
-        for micro_step in range(micro_steps):
-            x, y = next(batches)
+        for micro_step, (x, y) in enumerate(batch):
             # Dropout is a function of the micro-batch, wherever it is computed.
             torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
             # DDP's switch: gradients travel once a step, with the last micro-batch.
             parallel.require_backward_grad_sync = micro_step == micro_steps - 1
             with autocast:
                 objective, parts = objective_and_parts(compiled(x, y))
-            # Micro-batches have equally many targets: the mean of their means is the batch's mean.
-            scaler.scale(objective / micro_steps).backward()
+            # A mean over the micro-batch's targets becomes part of one over all of the step's. Over
+            # processes gradients are averaged. Without targets the ratio is inf, and all is 0.
+            ratio = n_targets / (counts[micro_step] * world_size)
+            scaler.scale(objective / ratio).backward()
             for name, value in parts.items():
-                losses[name] = losses.get(name, 0) + value.detach() / micro_steps
+                losses[name] = losses.get(name, 0) + value.detach() / ratio
         losses = {name: processes.sum(value) / world_size for name, value in losses.items()}
         for optimizer in optimizers:
             scaler.unscale_(optimizer)

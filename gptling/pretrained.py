@@ -96,14 +96,25 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
         multiple = config.vocab_multiple
         sizes["vocab_size"] = math.ceil(data.tokenizer.n_vocab / multiple) * multiple
         model = model_class(model_class.config_class(**sizes))
-        if model.untouched:
-            print(f"not drawn by init_weights, as they were made: {', '.join(model.untouched)}")
     else:
         data.check_tokenizer(source, config.vocab_size)
         del sizes["block_size"]
         model = load_model(model_class, source, config.allow_changed_model, **sizes)
     model.restrict_to_tokens(gpt2_format.token_ids(data.tokenizer_json))
     return model.train()
+
+
+def print_uninitialised(model: torch.nn.Module, optimizers: list):
+    """Print which parameters init_weights does not draw, and which optimizer updates each."""
+    groups = {p: (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
+    named, found = dict(model.named_parameters()), {}
+    for name in model.uninitialised:
+        optimizer, group = groups.get(named[name], (None, {}))
+        who = f"{type(optimizer).__name__}, weight decay {group.get('weight_decay', 0):g}"
+        found[re.sub(r"\.\d+\.", ".*.", name)] = who if optimizer else "no optimizer"
+    if found:
+        parameters = ", ".join(f"{name} ({who})" for name, who in found.items())
+        print(f"not drawn by init_weights: {parameters}")
 
 
 def take_sizes(config: Any, given: dict, model_class: type, source: Path) -> int:

@@ -140,7 +140,7 @@ def test_weights_are_what_the_kernel_multiplies_values_with(options):
 
 
 KERNEL = "        y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)\n"
-FORMULA = "        y = (q @ k.mT / 4).masked_fill(~self.mask(T, S)[0], -math.inf).softmax(-1) @ v\n"
+FORMULA = "        y = (q @ k.mT / 4).masked_fill(~mask, -math.inf).softmax(-1) @ v\n"
 SINK = "        k, v, options = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0)), {}\n"
 
 

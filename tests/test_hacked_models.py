@@ -20,6 +20,7 @@ from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
 from gptling.loss import use_loss_in_pieces
+from gptling.pretrained import print_uninitialised
 from gptling.processes import recompute_activations
 from gptling.tokenizers import load_tokenizer
 from model import GPT
@@ -43,19 +44,20 @@ class Hack:
     gpt2: bool = False  # whether it still computes what a GPT-2 computes
     sizes: dict = field(default_factory=dict)  # fields of GPTConfig
     terms: tuple = ()  # what forward returns beside the loss
-    untouched: int = 0  # parameters that init_weights does not draw
+    uninitialised: int = 0  # parameters that init_weights does not draw
     even: bool = True  # whether the first loss is that of a uniform guess
 
 
 ATTENTION = "        x = x + self.attn(self.ln_1(x), padding_mask=padding_mask, cache=cache)\n"
+INIT = "        self.uninitialised ="
 LOGITS = "return self.lm_head(x)"
-LOSS = "        return logits, losses.sum() / (targets != -100).sum()"
-MASK = "        mask = self.causal_mask[None, None, past : past + T, :S]\n"
+LOSS = "        return logits, losses.sum() / (targets != -100).sum().clamp(min=1)"
+MASK = "        return mask\n"
 MLP = "        self.mlp = MLP(config)\n"
-DISTANCE = "torch.arange(past, past + T)[:, None] - torch.arange(S)"
+DISTANCE = "past + torch.arange(mask.size(-2))[:, None] - torch.arange(mask.size(-1))"
 ALIBI = f"""        slopes = 2.0 ** (-8 * torch.arange(1, self.n_head + 1) / self.n_head)
         bias = -slopes[:, None, None] * ({DISTANCE})
-        return bias.masked_fill(~(mask | ~has_key), -math.inf), has_key
+        return bias.masked_fill(~mask, -math.inf)
 """
 Z_LOSS = """        losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
         if self.training:
@@ -95,20 +97,19 @@ HACKS = {
         gpt2=True,
     ),
     "erf form of GELU": Hack((ERF,)),
-    "ALiBi": Hack((("        return mask | ~has_key, has_key\n", ALIBI),)),
+    "ALiBi": Hack(((MASK, ALIBI),)),
     "untied": Hack(
         ((', bias=False, device="meta")', ", bias=False)"),
          ("        self.lm_head.weight = self.wte.weight", "        # ")),
     ),
     "second head": Hack(
-        (("        self.untouched =", f"        {HEAD_2}\n        self.untouched ="),
+        ((INIT, f"        {HEAD_2}\n{INIT}"),
          (LOSS, f'{AFTER_NEXT}{LOSS}, {{"after_next": after}}')),
         terms=("after_next",),
     ),
-    "gate": Hack(GATE, untouched=2),
+    "gate": Hack(GATE, uninitialised=2),
     "stored buffer": Hack(
-        (("        self.untouched =",
-          '        self.register_buffer("gain", 2.5 * torch.ones(2))\n        self.untouched ='),
+        ((INIT, f'        self.register_buffer("gain", 2.5 * torch.ones(2))\n{INIT}'),
          (LOGITS, "return self.gain[0] * self.lm_head(x)")),
         even=False,
     ),
@@ -117,9 +118,10 @@ HACKS = {
          ("        require(0 <= self.dropout < 1, ", "        require(True, "),
          ('f"dropout={self.dropout}: must be at least 0 and below 1"', '""'),
          ("        self.dropout = config.dropout\n", ""),
+         ("        self.dropout = config.dropout  # of the embeddings\n", ""),
          ("F.dropout(self.c_proj(x), self.dropout, self.training)", "self.c_proj(x)"),
          ('{"dropout": config.dropout, "qkv_bias"', '{"qkv_bias"'),
-         ("        x = F.dropout(x, self.config.dropout, self.training)\n", "")),
+         ("        x = F.dropout(x, self.dropout, self.training)\n", "")),
         gpt2=True,
     ),
 }  # fmt: skip
@@ -195,7 +197,7 @@ def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
         torch.manual_seed(0)
         sizes = SIZES | {"n_embd": 64} | hack.sizes
         model, (idx, targets) = scripts.model.GPT(scripts.model.GPTConfig(**sizes)), batch()
-        assert len(model.untouched) == hack.untouched
+        assert len(model.uninitialised) == hack.uninitialised
         loss = model.eval()(idx, targets)[1].item()
         assert not hack.even or loss == pytest.approx(math.log(97), rel=0.05)
         before = [parameter.clone() for parameter in model.parameters()]
@@ -214,8 +216,7 @@ def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
 
 def test_a_moving_average_is_moved_by_training_alone(capsys):
     buffer = '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'
-    first = "        self.untouched ="
-    module = edited_module(("        return self.ln_f(x)\n", AVERAGE), (first, buffer + first))
+    module = edited_module(("        return self.ln_f(x)\n", AVERAGE), (INIT, buffer + INIT))
     model = random_model(module).train()
     use_loss_in_pieces(model)
     assert model.loss_in_pieces is not None and not capsys.readouterr().out
@@ -228,15 +229,47 @@ def test_a_third_value_that_is_not_a_dict_of_scalars_is_an_error(third):
         use_loss_in_pieces(random_model(edited_module((LOSS, f"{LOSS}, {third}"))))
 
 
-def test_a_mask_of_training_alone_acts_after_loading_too(tmp_path):
-    drop = "        if self.training:\n            mask = mask & (torch.rand(T, S) > 0.5)\n"
-    model, idx = random_model(edited_module((MASK, MASK + drop))), batch()[0]
+@torch.no_grad()
+def test_a_mask_that_is_changed_after_loading_takes_effect(tmp_path):
+    """By another function, by an attribute that it reads, in the buffer, and by another buffer."""
+    window = "        return mask.triu(past + 1 - vars(self).get('window', 99))\n"
+    model, idx = random_model(edited_module((MASK, window))), batch()[0]
     assert not save(model, tmp_path)
     model = load(type(model), tmp_path)
-    quiet = model(idx)[0]
-    model.train()
-    assert not torch.allclose(model(idx)[0], model(idx)[0], atol=0.1)
-    assert torch.equal(model.eval()(idx)[0], quiet)
+    layers, wide = [block.attn for block in model.h], model(idx)[0]
+    for attn in layers:
+        attn.window = 3
+    narrow = model(idx)[0]
+    assert not torch.allclose(wide, narrow, atol=0.1)
+    for attn in layers:
+        del attn.window
+    assert torch.equal(model(idx)[0], wide)
+    for attn in layers:
+        attn.mask = lambda mask, past: mask.triu(past - 2)
+    assert torch.equal(model(idx)[0], narrow)
+    for attn in layers:
+        del attn.mask
+        attn.causal_mask.copy_(attn.causal_mask.triu(-2))
+    assert torch.equal(model(idx)[0], narrow)
+    for attn in layers:
+        attn.causal_mask = torch.ones_like(attn.causal_mask).tril()
+    assert torch.equal(model(idx)[0], wide)
+
+
+def test_new_parameters_are_printed_with_their_optimizer_and_norms_keep_what_they_were(capsys):
+    new = "        self.ln_2.weight.data.fill_(0.5)\n"
+    new += "        self.mix = nn.Parameter(torch.ones(2, 8))\n"
+    scripts = edited((MLP, new + MLP))
+    model = scripts.model.GPT(scripts.model.GPTConfig(**SIZES))
+    assert all((block.ln_2.weight == 0.5).all() for block in model.h)
+    for name, optimizer in (("muon", "Muon"), ("adamw", "AdamW")):
+        config = scripts.train.TrainConfig(optimizer=name, weight_decay=0.3)
+        optimizers = scripts.train.configure_optimizers(model, config)
+        print_uninitialised(model, optimizers)
+        said = f"not drawn by init_weights: h.*.mix ({optimizer}, weight decay 0.3)\n"
+        assert capsys.readouterr().out == said
+    print_uninitialised(model, [])
+    assert "h.*.mix (no optimizer)" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------- sampling
@@ -298,7 +331,7 @@ def test_what_looks_back_without_the_cache_is_said_when_text_is_drawn(changes, p
     assert "cache" in said and said.count("\n") == 1
 
 
-TWICE = "return self(idx, **options)[0]", "return 2 * self(idx, **options)[0]"
+TWICE = "return self(idx, padding_mask=", "return 2 * self(idx, padding_mask="
 
 
 @pytest.mark.parametrize("change", [HIDDEN_LOGIT, TWICE])
@@ -313,7 +346,7 @@ def test_changes_that_need_no_cache_are_not_said(change, capsys):
 
 BY_HAND = (
     "        y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)\n",
-    "        mask, has_key = self.mask(T, S, past, padding_mask)\n"
+    "        mask, has_key = hide_padding(mask, padding_mask)\n"
     "        scores = 2 * torch.tanh(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) / 2)\n"
     "        y = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v\n",
 )
@@ -380,7 +413,7 @@ def test_a_change_that_the_first_weights_hide_shows_at_a_later_save(tmp_path):
 @pytest.mark.parametrize(
     "one, other",
     [
-        (HACKS["ALiBi"].changes, ((MASK, f"{MASK}        mask = mask & ({DISTANCE} < 5)\n"),)),
+        (HACKS["ALiBi"].changes, ((MASK, f"        return mask & ({DISTANCE} < 5)\n"),)),
         (HACKS["softcap"].changes, HACKS["gqa"].changes),  # each has a field that the other lacks
     ],
 )
@@ -447,7 +480,7 @@ def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     flags += ["--optimizer=lion"] * (name == "lion")
     said = run(hack.changes, "train", *flags)
     assert ("gptling" in said) != hack.gpt2  # why its checkpoints are not GPT-2s
-    assert ("h.0.gate, h.1.gate" in said) == (name == "gate")  # not drawn by init_weights
+    assert ("h.*.gate (AdamW, weight decay 0)" in said) == (name == "gate")
     out = tmp_path / "out"
     shutil.copytree(out / "mine" / "checkpoint-4", out / "again" / "checkpoint-4")
     run(hack.changes, "train", "--out_dir=out/again", "--resume")
@@ -556,6 +589,7 @@ def test_a_patched_copy_keeps_what_a_gpt_promises(name, tmp_path):
     patch = (ROOT / "docs" / "experiments" / f"{name}.patch").read_text(encoding="utf-8")
     settings = dict(re.findall(r"^# (flags|prepare):(.*)$", patch, re.MULTILINE))
     flags = [*settings["flags"].split(), "--", *settings.get("prepare", "").split()]
+    (tmp_path / "pytest.py").write_text("raise ImportError('try_model needs no pytest')")
     command = [sys.executable, "-m", "tests.try_model", "work", *flags]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 FLAGS = ["--dataset=mine", *TINY, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
 TORCHRUN = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
 # train.py, which environment variables change. FLOAT64: only the orders of sums differ then.
+# MASKED: a third of the targets does not count, and all of some sequences.
 # CHANGED: one block for all layers, capped logits, a term beside the loss, and a moving average.
 # DIES: RANK STEP SIGNAL, which a process sends itself in its first life.
 SCRIPT = """
@@ -54,6 +55,13 @@ class Changed(train.GPT):
 
 if "CHANGED" in os.environ:
     train.GPT = Changed
+
+def masked(*arguments, plain=train.Dataset.batches):
+    for x, y in plain(*arguments):
+        yield x, y.masked_fill((x % 3 == 0) | (x[:, :1] % 2 == 0), -100)
+
+if "MASKED" in os.environ:
+    train.Dataset.batches = masked
 
 rank, last, name = os.environ.get("DIES", "9 9 SIGKILL").split()
 rate = train.learning_rate
@@ -140,11 +148,13 @@ def test_a_second_signal_ends_a_single_process_at_once(number, monkeypatch):
 
 
 def test_two_processes_give_the_weights_of_one(here):
-    """The same micro-batches with the same dropout; the losses of the log are those of all."""
+    """The same micro-batches with the same dropout; the losses of the log are those of all, also if
+    they have other numbers of targets."""
     flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=2", "--dropout=0.3"]
     flags += ["--max_iters=3"]
-    two = torchrun("script.py", *flags, "--out_dir=out/two", cwd=here, FLOAT64="1")
-    output_of(here / "script.py", *flags, "--out_dir=out/one", cwd=here, FLOAT64="1")
+    options = {"cwd": here, "FLOAT64": "1", "MASKED": "1"}
+    two = torchrun("script.py", *flags, "--out_dir=out/two", **options)
+    output_of(here / "script.py", *flags, "--out_dir=out/one", **options)
     assert "2 processes" in finish(two)
     one, two = (weights(here / "out" / name, step=3) for name in ("one", "two"))
     assert largest_difference(one, two) < 1e-12
