@@ -22,6 +22,12 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, dtype: torch.dtype, lr=0.02, momentum=0.95, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype = dtype
+        for group in self.param_groups:
+            names = group.get("param_names", ["a parameter"] * len(group["params"]))
+            for p, name in zip(group["params"], names, strict=True):
+                rows = getattr(p, "matrices", [p.size(-2)])
+                if sum(rows) != p.size(-2):
+                    raise ValueError(f"{name} has {p.size(-2)} rows, but .matrices = {rows}")
 
     @torch.no_grad()
     def step(self):
