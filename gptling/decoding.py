@@ -1,17 +1,18 @@
 """Fast decoding, for sampling only: a copy of a model whose layers and step are faster.
 
-Layers are known by their type and by the name `attend`; others stay as they are. The first logits
-of the copy are compared with those of model.py."""
+Layers are known by their type and by the name `attend`; others stay as they are. The copy is used
+only if its first logits are those of model.py."""
 
 import copy
 import sys
-from collections.abc import Callable
+import time
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from gptling.devices import float32_attention, has_fast_matmul, use_float32_attention
+from gptling.files import UserError
 from gptling.steps import GraphedStep, compile_steps
 
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
@@ -21,84 +22,72 @@ COMPARED = 16  # tokens by which the fast model is compared with model.py
 # ---------------------------------------------------------------------------- a faster copy
 
 
-def speed_up(model: nn.Module, compile: bool = False) -> nn.Module:
-    """A copy of the model for `generate` that is fast on the model's device and in its dtype. The
-    two share the tensors that both need. On CUDA it writes one text, or batch, at a time.
+@torch.no_grad()
+def speed_up(model: nn.Module, compile=False, rows=1, padded=False) -> nn.Module:
+    """Return a copy of the model for `generate` that is fast on its device and in its dtype, or the
+    model itself, with a line on standard error, if the copy gives other logits. They share tensors.
+    rows, padded: of the batch to come, for which the copy is compiled. On CUDA the copy writes one
+    batch at a time. Raises UserError if the model cannot be compiled."""
+    start, weight = time.perf_counter(), next(model.parameters())
+    tolerance = 1e-3 if weight.dtype == torch.float32 else 0.2
+    n = rows * min(COMPARED, model.config.block_size)
+    tokens = torch.arange(n, device=weight.device).view(rows, -1) % model.config.vocab_size
+    expected = model.next_logits(tokens)
+    fast, wrong = faster_copy(model, compile), ""
+    try:
+        if not is_close(cached_logits(fast, tokens, padded), expected, tolerance):
+            wrong = "other logits"
+    except (RuntimeError, AttributeError, TypeError) as error:  # a hacked layer reads its weight
+        wrong = f"an error: {str(error).strip().partition(chr(10))[0]}"
+    if compile and "error" in wrong:
+        raise UserError(f"--compile gives {wrong}; leave it out, or install a compiler")
+    if wrong:
+        cache_works = is_close(cached_logits(model, tokens, padded), expected, tolerance)
+        what = "slower decoding: the fast one" if cache_works else "model.py's KV cache"
+        print(f"{what} gives {wrong}", file=sys.stderr)
+    elif compile:
+        print(f"compiled in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return model if wrong else fast
 
-    |                            | linear layers         | attention           | step             |
-    |----------------------------|-----------------------|---------------------|------------------|
-    | CPU with fast matmuls      | OneDNNLinear, if wide | float32_attention,  | as it is         |
-    | CPU without, in this dtype | RowLinear             | in bfloat16         | as it is         |
-    | CPU, compile               | RowLinear             | attend_one_query    | compiled         |
-    | CUDA                       | as they are           | as it is            | a CUDA graph     |
-    | CUDA, compile              | RowLinear             | attend_one_query    | compiled, graph  |
-    """
-    parameter = next(model.parameters())
-    device, dtype, wide = parameter.device.type, parameter.dtype, model.config.n_embd >= WIDE
-    tensors = [*model.parameters(), *model.buffers()]
-    fast = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    if compile or (device == "cpu" and not has_fast_matmul(dtype)):
+
+def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
+    weight, wide = next(model.parameters()), model.config.n_embd >= WIDE
+    on_cpu, shared = weight.is_cpu, [*model.parameters(), *model.buffers()]
+    fast = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    if compile or (on_cpu and not has_fast_matmul(weight.dtype)):
         replace_linears(fast, RowLinear)
-    elif device == "cpu" and wide and torch.backends.mkldnn.is_available():
+    elif on_cpu and wide and torch.backends.mkldnn.is_available():
         replace_linears(fast, OneDNNLinear)
     if compile:
         use_float32_attention(fast, attend_one_query)
-    elif device == "cpu" and dtype == torch.bfloat16 and use_float32_attention(fast):
+    elif on_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
         fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token
-    if device == "cuda":
-        fast.next_logits = GraphedStep(fast, compile)
+    if weight.is_cuda:
+        fast.next_logits = GraphedStep(fast.next_logits, compile)
     elif compile:
-        compile_steps(fast, by_block=device == "cpu" and wide)
-    fast.next_logits = verified(fast, model)
+        compile_steps(fast, by_block=on_cpu and wide)
     return fast
 
 
-def verified(fast: nn.Module, plain: nn.Module) -> Callable:
-    """fast.next_logits, whose first call compares its logits for the end of the prompt, the last
-    token with a cache, with those of the plain model without a cache. If they differ, the fast
-    model becomes the plain one, and standard error says what is wrong."""
-    step, n = fast.next_logits, min(COMPARED, plain.config.block_size)
-    # Rounding makes 1e-5 and 0.05 of the spread, another formula mostly more than all of it.
-    tolerance = 1e-3 if next(plain.parameters()).dtype == torch.float32 else 0.2
-
-    def first_call(idx, padding_mask=None, cache=None):
-        tokens = idx[:, -n:]
-        tokens = torch.cat([tokens, tokens[:, -1:].expand(-1, n - tokens.size(1))], dim=1)  # (B, n)
-        # A batch with padding has a mask, and is compiled with one, but here it hides nothing.
-        masks = [torch.ones_like(tokens[:, i:], dtype=torch.bool) for i in (1, 0)]
-        masks = [None, None] if padding_mask is None else masks
-        expected = plain.next_logits(tokens)
-
-        def error_of(next_logits, cache):
-            next_logits(tokens[:, :-1], masks[0], cache)
-            # With strides of its own: for others torch.compile would compile again.
-            last = tokens[:, -1:].clone(memory_format=torch.contiguous_format)
-            return largest_error(next_logits(last, masks[1], cache), expected)
-
-        fast.next_logits, wrong = step, ""
-        try:
-            if n > 1 and (error := error_of(step, fast.new_cache())) > tolerance:
-                wrong = f"other logits, by {error:.2g} of their spread"
-        except (RuntimeError, AttributeError) as failure:  # such as a weight that somebody reads
-            wrong = f"an error: {str(failure).strip().partition(chr(10))[0]}"
-        if wrong:
-            cached = error_of(plain.next_logits, plain.new_cache()) > tolerance
-            what = "model.py's KV cache gives" if cached else "slower decoding: the fast one gives"
-            print(f"{what} {wrong}", file=sys.stderr)
-            fast.__dict__, cache[:] = plain.__dict__, plain.new_cache()
-        return fast.next_logits(idx, padding_mask, cache)
-
-    return first_call
+def cached_logits(model: nn.Module, tokens: torch.Tensor, padded: bool) -> torch.Tensor:
+    """Logits (B, V) after tokens (B, n), of which the last is a step of its own, with a cache."""
+    cache, end = model.new_cache(), 0
+    for new in tokens.split(max(1, tokens.size(1) - 1), dim=1):
+        end += new.size(1)
+        # A padded batch has a mask, and is compiled with one. Here it hides nothing.
+        mask = torch.ones_like(tokens[:, :end], dtype=torch.bool) if padded else None
+        # With strides like those of generate's tokens, or torch.compile would compile again.
+        new = new.clone(memory_format=torch.contiguous_format)
+        logits = model.next_logits(new, mask, cache)
+    return logits
 
 
-def largest_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference of two (B, V), as a share of the spread of the expected finite logits;
-    infinite if those that are not finite differ."""
-    finite = expected.isfinite()
-    if not torch.equal(logits[~finite], expected[~finite]) or logits[finite].isnan().any():
-        return float("inf")
-    spread = expected[finite].std().clamp(min=1e-30)
-    return ((logits - expected)[finite].abs().max() / spread).item()
+def is_close(logits: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Whether two (B, V) differ by rounding alone: 1e-5 of the spread of the finite logits, or 0.05
+    in half precision. Another formula mostly makes more than all of it."""
+    finite = expected.nan_to_num(0.0, 0.0, 0.0)
+    atol = tolerance * finite.std(correction=0).item()
+    return torch.allclose(logits, expected, rtol=0.0, atol=atol, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------- layers

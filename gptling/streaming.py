@@ -7,8 +7,8 @@ import tiktoken
 
 
 class Sample:
-    """One text of a batch: the ids of its tokens, and what of it is not printed yet: only whole
-    UTF-8 characters, and nothing from a stop text on.
+    """A text: the ids of its tokens, and what of it is not printed yet, which is whole characters
+    and nothing from a stop text on.
 
     >>> sample = Sample("A ", ids=[1], stop=["END"])
     >>> for raw in (b"caf\\xc3", b"\\xa9 E", b"ND!"):
@@ -24,14 +24,14 @@ class Sample:
         self.held = ""  # text that a stop text may begin with
 
     def add(self, token: int, tokenizer: tiktoken.Encoding):
-        """The next token; nothing after the end."""
+        """Add the next token. A special token ends the text."""
         if not self.ended:
             self.ids.append(token)
             end = token in tokenizer._special_tokens.values()
             self.feed(b"" if end else tokenizer.decode_single_token_bytes(token), final=end)
 
     def feed(self, raw: bytes, final: bool = False):
-        """The next bytes, of which what is certain is to be printed; with `final`, all there is."""
+        """Add the next bytes, all that there are if `final`. Nothing follows the end."""
         if self.ended:
             return
         text = self.held + self.decoder.decode(raw, final)
@@ -45,13 +45,12 @@ class Sample:
         self.held = text[certain:]
 
 
-def print_in_order(samples: list[Sample], current: int) -> int:
-    """Print what is new of sample number `current` and, where it has ended, of those after it;
-    returns the number of the first that has not."""
-    while True:
-        print(samples[current].unprinted, end="", flush=True)
-        samples[current].unprinted = ""
-        if not samples[current].ended or current == len(samples) - 1:
-            return current
-        print("\n---")
-        current += 1
+def print_in_order(waiting: list[Sample]):
+    """Print what is new of the first sample. If it has ended, take it and print the one after."""
+    while waiting:
+        print(waiting[0].unprinted, end="", flush=True)
+        waiting[0].unprinted = ""
+        if not waiting[0].ended:
+            return
+        del waiting[0]
+        print("\n---" if waiting else "", flush=True)
