@@ -23,20 +23,12 @@ def visible(raw: bytes) -> str:
     return "".join(symbols.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
 
 
-def attention_weights(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-) -> torch.Tensor:
-    """softmax(Q K^T * scale + mask), (B, nh, T, S), of a call of F.scaled_dot_product_attention
-    with these arguments, before dropout. Rows sum to 1, or to 0 for a query without any key."""
-    key = key.repeat_interleave(query.size(-3) // key.size(-3), dim=-3)  # one key head a query head
-    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()  # (T, S)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return scores.softmax(dim=-1).nan_to_num()
+def attention_weights(query, key, value, attn_mask=None, dropout_p=0.0, *more, **options):
+    """Return the weights (nh, T, S) of a call of F.scaled_dot_product_attention for one text: what
+    the kernel gives for the identity matrix as values, without dropout. Rows sum to 1, or to 0."""
+    value = torch.eye(key.size(-2), dtype=key.dtype).expand(*key.shape[:-1], -1)
+    y = F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *more, **options)
+    return y.nan_to_num().flatten(0, -3)
 
 
 class RecordAttention(TorchFunctionMode):
@@ -44,7 +36,7 @@ class RecordAttention(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.weights = []  # one (B, nh, T, S) a call
+        self.weights = []  # one (nh, T, S) a call
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -53,43 +45,44 @@ class RecordAttention(TorchFunctionMode):
 
 
 def logits_and_attention(model: nn.Module, idx: torch.Tensor):
-    """Logits (T, V) of one text idx (1, T), and the weights (n, nh, T, T) of the n calls of
-    PyTorch's attention that the model makes for it. Raises UserError if there are none to show."""
+    """Return the logits (T, V) of one text idx (1, T), and the weights (n, nh, T, T) of the n calls
+    of PyTorch's attention that the model makes. Raises UserError for what a page cannot show."""
     with RecordAttention() as attention:
         logits, _ = model(idx)
-    T = idx.size(1)
-    shapes = {tuple(weights.shape[1:]) for weights in attention.weights}  # {(nh, T, T)}
-    if not shapes:
+    if not attention.weights:
         raise UserError("--explain: no attention seen: no call of F.scaled_dot_product_attention")
-    if len(shapes) > 1 or shapes.pop()[1:] != (T, T):
-        raise UserError(f"--explain: attention is not between all {T} tokens, or n_head differs")
-    return logits[0], torch.cat(attention.weights)
+    T, n_head = idx.size(1), len(attention.weights[0])
+    if any(w.shape != (n_head, T, T) or w.triu(1).any() for w in attention.weights):
+        what = f"of all {T} tokens to themselves and earlier ones, by the same number of heads"
+        raise UserError(f"--explain: attention is not {what}")
+    return logits[0], torch.stack(attention.weights)
 
 
 @torch.no_grad()
 def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_prompt: int) -> dict:
-    """The data of the page, by one forward pass. The first n_prompt ids are the prompt.
+    """Return the data of the page, by one forward pass. The first n_prompt ids are the prompt.
 
     Of each token but the first, given those before it (temperature 1, no filter): its probability
     and rank, and the ten likeliest in its place as [label, probability, whether it is the token].
     attention: base64 of 65535 times the lower triangles of the weights in uint16."""
-    max_tokens = int((2 * MAX_WEIGHTS / model.config.n_layer / model.config.n_head) ** 0.5)
-    max_tokens = min(256, model.config.block_size, max_tokens)
+    n_heads = model.config.n_layer * model.config.n_head
+    max_tokens = min(256, model.config.block_size, int((2 * MAX_WEIGHTS / n_heads) ** 0.5))
     # From the beginning, so that each token has the context that it was drawn with. If the text
     # does not fit, a prompt of more than half of the page loses its beginning.
     start = max(0, min(n_prompt - max_tokens // 2, len(ids) - max_tokens))
     shown = ids[start : start + max_tokens]
     T = len(shown)
-    idx = torch.tensor([shown], device=next(model.parameters()).device)
+    idx = torch.tensor([shown])
     logits, weights = logits_and_attention(model, idx)
     probs = logits[:-1].masked_fill(~model.valid_tokens, -math.inf).softmax(dim=-1)  # (T - 1, V)
     token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
     top = probs.topk(min(10, int(model.valid_tokens.sum())))
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
-    codes = (65535 * triangles).round().cpu().numpy().astype("<u2")
+    codes = (65535 * triangles).round().numpy().astype("<u2")
     decode = tokenizer.decode_single_token_bytes
     rows = zip(top.indices.tolist(), top.values.tolist(), shown[1:], strict=True)
     return {
+        "call": "layer" if len(weights) == model.config.n_layer else "attention call",
         "n_layer": weights.size(0),
         "n_head": weights.size(1),
         "n_prompt": n_prompt - start,
