@@ -2,6 +2,7 @@
 are on the page, and model.py has every name that the page points to."""
 
 import contextlib
+import importlib.util
 import io
 import re
 
@@ -15,33 +16,18 @@ PAGE = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", PAGE, re.M | re.S)
 
 
-@pytest.fixture
-def printed(tmp_path, monkeypatch):
-    """A function that runs blocks of Python in one namespace, in an empty directory with docs/, and
-    returns what each has printed."""
+def test_blocks_print_what_stands_behind_them(tmp_path, monkeypatch):
+    """In one namespace. Without matplotlib the others run: no block needs that of the picture."""
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
-
-    def run(blocks):
-        namespace, outputs = {}, []
-        for number, code in enumerate(blocks, 1):
-            with contextlib.redirect_stdout(io.StringIO()) as output:
-                exec(compile(code, f"docs/attention.md, block {number}", "exec"), namespace)
-            outputs.append(output.getvalue())
-        return outputs
-
+    pictures, namespace = importlib.util.find_spec("matplotlib") is not None, {}
     with torch.enable_grad(), torch.random.fork_rng():  # both are as before at the end
-        yield run
+        for number, (code, expected) in enumerate(BLOCKS, 1):
+            if pictures or "matplotlib" not in code:
+                with contextlib.redirect_stdout(io.StringIO()) as output:
+                    exec(compile(code, f"docs/attention.md, block {number}", "exec"), namespace)
+                assert output.getvalue() == expected
     torch.set_printoptions(profile="default")
-
-
-@pytest.mark.parametrize("picture", [True, False])
-def test_blocks_print_what_stands_behind_them(printed, picture):
-    """Without matplotlib too: no block needs that of the picture."""
-    if picture:
-        pytest.importorskip("matplotlib", reason="pip install -e '.[curves]' brings matplotlib")
-    blocks = [block for block in BLOCKS if picture or "matplotlib" not in block[0]]
-    assert printed(code for code, _ in blocks) == [output for _, output in blocks]
 
 
 def test_every_output_belongs_to_a_block():
