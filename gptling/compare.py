@@ -1,4 +1,4 @@
-"""Is my change better? Trains both versions of the code and says what is more than luck.
+"""Is my change better? Train both versions of the code, and say what is more than luck.
 
     python -m gptling.compare                              # the working tree and the last commit
     python -m gptling.compare docs/experiments/rope.patch  # patches, each and the working tree
@@ -6,10 +6,8 @@
 
 Presets and flags after -- are for train.py on all sides. A patch may add its own in a line
 "# flags: ...", and flags for prepare.py in a line "# prepare: ...". Each side is copied to
-out/compare/NAME. Which has the lower loss after the same number of steps, and which in the same
-time? After Ctrl-C, the same command continues after the last finished run.
-
-References: Student 1908, paired differences, https://doi.org/10.1093/biomet/6.1.1
+out/compare/NAME. Which side has the lower loss after the same number of steps, and which after the
+same time? After Ctrl-C, the same command continues after the last finished run.
 """
 
 import hashlib
@@ -26,6 +24,7 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import tyro
@@ -35,14 +34,14 @@ from gptling.files import UserError, lock_directory, replace
 
 ROOT = CONFIG.parent
 OUT = ROOT / "out" / "compare"
-MAX_ITERS = "import train as t; print(t.load(t.TrainConfig, '', presets=True)[0].max_iters)"
+STEPS = "import train as t; print(t.load(t.TrainConfig, '', presets=True)[0].max_iters or 500)"
 
 
 @dataclass
 class CompareConfig:
-    patches: tyro.conf.Positional[tuple[str, ...]] = ()  # of the working tree
-    seeds: int = 3  # pairs of runs, with --seed=1, 2, ...
-    prepare: str = ""  # have each side prepare its data, with arguments of prepare.py: "my.txt"
+    patches: tyro.conf.Positional[tuple[str, ...]] = ()  # of the working tree, each a side
+    seeds: int = 3  # runs per side, with --seed=1, 2, ...
+    prepare: str = ""  # arguments of prepare.py for data of each side: "my.txt --tokenizer=bpe"
 
 
 def execute(*command: str, stdin: bytes = b"", cwd: Path | None = None) -> bytes:
@@ -78,7 +77,7 @@ class Side:
 
 
 def t_quantile(df: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t with `df` degrees of freedom."""
+    """Return the two-sided 95 % quantile of Student's t (1908) with `df` degrees of freedom."""
     table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
     # Beyond the table, the series in 1 / df: Abramowitz and Stegun 1964, 26.7.5.
     return table[df - 1] if df <= len(table) else 1.96 + (2.372 + (2.822 + 2.556 / df) / df) / df
@@ -96,10 +95,10 @@ def judge(differences: list[float], ratios: list[float]) -> str:
     interval = f"{mean - half:+.4f} to {mean + half:+.4f} bits per byte, negative is better"
     if max(ratios) > 1.1 * min(ratios):
         return f"the times vary too much to say ({interval}); delete out/compare and try again"
-    if size > half:
-        verdict = "better" if mean < 0 else "worse"
-        return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
-    return f"no difference that {n} seeds can show ({interval})"
+    if size <= half:
+        return f"no difference that {n} seeds can show ({interval})"
+    verdict = "better" if mean < 0 else "worse"
+    return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
 
 
 def find_sides(config: CompareConfig, flags: list[str]) -> list[Side]:
@@ -123,15 +122,15 @@ def find_sides(config: CompareConfig, flags: list[str]) -> list[Side]:
 
 
 def make_folders(sides: list[Side]):
-    """Write each side's files to its folder and prepare its data. A folder stays unchanged if the
-    same command has written the same files to it, because it has the finished runs."""
+    """Write each side's files to its folder and prepare its data. If the same command has done so
+    from the same files, all stays as it is, with the finished runs."""
     read = [Path(word) for side in sides for word in side.flags + side.prepare]
     times = [path.stat().st_mtime_ns for path in read if path.exists()]
-    key = hashlib.sha256(repr((sides, times)).encode()).hexdigest()
+    key, key_file = hashlib.sha256(repr((sides, times)).encode()).hexdigest(), OUT / "key"
+    if key_file.exists() and key_file.read_text() == key:
+        return
+    key_file.unlink(missing_ok=True)
     for side in sides:
-        key_file = side.folder / "key"
-        if key_file.exists() and key_file.read_text() == key:
-            continue
         shutil.rmtree(side.folder, ignore_errors=True)
         for name, content in side.files.items():
             (side.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +139,7 @@ def make_folders(sides: list[Side]):
             execute("git", "apply", "-", cwd=side.folder, stdin=side.patch)
         if side.prepare:
             side.run("prepare.py", *side.prepare, f"--name=compare-{side.name}", "--overwrite")
-        replace(key_file, key.encode())
+    key_file.write_text(key)
 
 
 def train(side: Side, seed: int, steps: int) -> list[dict]:
@@ -160,9 +159,11 @@ def train(side: Side, seed: int, steps: int) -> list[dict]:
 
 
 def step_time(log: list[dict]) -> float:
-    """Return a step's mean time in ms after the warm-up. Some do more work every k-th step."""
-    ms = [entry["ms"] for entry in log if "ms" in entry]
-    return statistics.mean(ms[1:] or ms)
+    """Return the mean time of a step in ms, after the first log line, which has the warm-up. It is
+    no median, because a change may do more work in every k-th step."""
+    steps, ms = zip(*((line["step"], line["ms"]) for line in log if "ms" in line), strict=True)
+    weights = [step - last for last, step in pairwise(steps)]  # each time is of so many steps
+    return statistics.fmean(ms[1:], weights) if weights else ms[0]
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -186,18 +187,19 @@ def draw_curves(file: Path, sides: tuple[Side, Side]):
         axes.set(xlabel=unit, ylabel="validation loss in bits per byte")
         axes.legend()
     figure.savefig(file)
+    print(file)
 
 
 def main():
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
-    config, *_ = load(CompareConfig, __doc__, argv[:end])
+    config, _ = load(CompareConfig, __doc__, argv[:end])
     OUT.mkdir(parents=True, exist_ok=True)
     _lock = lock_directory(OUT)  # until this process ends
     first, *others = sides = find_sides(config, argv[end + 1 :])
     make_folders(sides)
-    (first.folder / "max_iters.py").write_text(MAX_ITERS)
-    n = int(first.run("max_iters.py", *first.flags))
+    (first.folder / "steps.py").write_text(STEPS)
+    n = int(first.run("steps.py", *first.flags))
 
     # Every other seed trains the sides in reversed order.
     turns = [(i, side) for i in range(config.seeds) for side in sides[:: -1 if i % 2 else 1]]
@@ -223,7 +225,6 @@ def main():
             print(f"{side.name} against {first.name} {questions[i]}: {verdict}")
         if importlib.util.find_spec("matplotlib"):
             draw_curves(side.folder / "curves.png", (first, side))
-            print(side.folder / "curves.png")
 
 
 if __name__ == "__main__":
