@@ -27,13 +27,12 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        there = next(parent for parent in path.absolute().parents if parent.exists())
-        megabytes = shutil.disk_usage(there).free / 1e6
-        named = isinstance(error, OSError) and error.filename is not None  # of open, not of write
-        if named or (isinstance(error, RuntimeError) and megabytes >= 1):  # torch.save has those
+        # torch.save raises a RuntimeError because of the file's OSError.
+        reason = error.__context__ if isinstance(error, RuntimeError) else error
+        named = getattr(reason, "filename", None)  # of open, not of write
+        if named or not isinstance(reason, OSError | SafetensorError):
             raise
-        reason = "the disk is full" if megabytes < 1 else error
-        left = f"{megabytes:,.1f} MB are left on the disk"
+        left = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are left on the disk"
         raise UserError(f"{path}: cannot be written: {reason}; {left}") from error
 
 
@@ -47,18 +46,19 @@ def sync(path: Path):
 
 
 def replace(path: Path, content: bytes):
-    """Write a file, which replaces an older one once it is whole on the disk."""
+    """Write a file, which replaces an older one once it is whole on the disk. Raises UserError."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
-        temporary.write_bytes(content)
-        sync(temporary)
-        temporary.replace(path)
+        with writing(path):
+            temporary.write_bytes(content)
+            sync(temporary)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UserError if the file holds something else."""
+    """Return the JSON object in a file. Raises UserError if the file is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -67,7 +67,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def lock_directory(directory: Path) -> filelock.FileLock:
     """Keep other processes out of a directory until release() of the lock, or until this process
-    ends, however it does. Raises UserError if another process has the lock."""
+    ends or is killed. Raises UserError if another process has the lock."""
     lock = filelock.FileLock(directory / ".lock", timeout=0)
     try:
         lock.acquire()
@@ -78,8 +78,8 @@ def lock_directory(directory: Path) -> filelock.FileLock:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A locked directory to write into. If nothing goes wrong it becomes `target`, and replaces
-    what is there; otherwise nothing is left of it."""
+    """Give a locked directory to write into, which then replaces `target`. After an error nothing
+    is left of it."""
     partial = target.with_name(f".{target.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     lock = lock_directory(partial)

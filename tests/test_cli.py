@@ -1,8 +1,9 @@
 """Flags, presets, and how a script ends."""
 
-import math
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Literal
 import pytest
 import tyro
 
+import train
 from gptling.cli import (
     CONFIG,
     Fraction,
@@ -24,9 +26,11 @@ from gptling.cli import (
     treat_hangup_as_sigterm,
 )
 from gptling.compare import CompareConfig
+from gptling.run import load_training_state
+from gptling.tokenizers import load_tokenizer
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TEXT, TINY, output_of, run_here
 from train import TrainConfig
 
 
@@ -92,19 +96,9 @@ def test_flags_have_the_types_of_their_fields(arguments, expected):
     assert all(type(given[name]) is type(value) for name, value in expected.items())
 
 
-def test_a_text_or_a_run_stands_before_or_after_the_flags():
+def test_a_text_stands_before_or_after_the_flags():
     for words in (["a.txt", "b", "--name=c"], ["--name=c", "a.txt", "b"]):
         assert load(PrepareConfig, "", words)[0] == PrepareConfig(("a.txt", "b"), name="c")
-    for words in (["gpt2", "--interactive"], ["--interactive", "gpt2"]):
-        assert load(SampleConfig, "", words)[0] == SampleConfig("gpt2", interactive=True)
-
-
-def test_numbers_are_within_their_bounds():
-    wrong = {"width": [-1], "line_width": [math.nan, -1], "count": [0], "share": [1, -0.1]}
-    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
-        with pytest.raises(ValueError, match=f"--{name}={value}: must be "):
-            Example(**{name: value})
-    Example(width=0, line_width=0.0, count=1, share=0.99)
 
 
 @pytest.mark.parametrize("preset", sorted(file.stem for file in CONFIG.glob("*.toml")))
@@ -158,6 +152,7 @@ def end(main, monkeypatch, capsys):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "out of memory"),
         (FileNotFoundError(2, "No such file", "a.txt"), 1, ": error: a.txt: No such file\n"),
         (KeyboardInterrupt(), 130, ""),
+        (SystemExit(143), 143, ""),
         (RuntimeError("a bug"), None, ""),
         (OSError("a bug"), None, ""),
     ],
@@ -174,21 +169,6 @@ def test_a_script_ends_with_one_line_and_a_bug_with_its_traceback(
         return
     found, text = end(main, monkeypatch, capsys)
     assert found == code and named in text and text.count("\n") == (code == 1)
-
-
-def test_a_script_has_the_exit_code_of_main_and_cleans_up_when_it_is_stopped(monkeypatch, capsys):
-    assert end(lambda: None, monkeypatch, capsys) == (0, "")
-    assert end(lambda: 143, monkeypatch, capsys) == (143, "")
-    cleaned = []
-
-    def main():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            signal.pause()
-        finally:
-            cleaned.append(True)
-
-    assert end(main, monkeypatch, capsys) == (128 + signal.SIGTERM, "") and cleaned
 
 
 def test_a_reader_who_has_had_enough_ends_a_script_in_silence():
@@ -261,3 +241,46 @@ def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
         assert hidden or " ".join((at[2] or at[1]).split()) in text
         positional = f"[{field.name.upper()}]" in usage
         assert (f"--{field.name}" in text) != (hidden or positional)
+
+
+# ---------------------------------------------------------------------------- from day to day
+
+
+def test_other_text_is_prepared_with_the_characters_of_a_run(here, trained):
+    shutil.copytree(trained / "out", here / "out")
+    (here / "other.txt").write_text(TEXT[::-1])
+    output_of("prepare.py", "other.txt", "--tokenizer=out/mine", cwd=here)
+    ours, theirs = load_tokenizer(here / "data/other"), load_tokenizer(here / "data/mine")
+    assert ours._mergeable_ranks == theirs._mergeable_ranks
+    flags = ["--dataset=other", "--init_from=out/mine", *TINY, "--max_iters=22"]
+    assert "step 22/22" in output_of("train.py", *flags, cwd=here)
+
+
+@pytest.mark.parametrize("name, characters", [("märchen über Köln", 2000), ("a", 30)])
+def test_the_next_line_can_be_pasted(name, characters, tmp_path):
+    """Its name in quotes where that is needed; sequences are as short as the text wants them."""
+    (tmp_path / f"{name}.txt").write_text(TEXT[:characters], encoding="utf-8")
+    output = output_of("prepare.py", f"{name}.txt", cwd=tmp_path)
+    python, *command = shlex.split(re.search("next: (.*)", output)[1])
+    assert python == "python" and f"--dataset={name}" in command
+    size = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--minutes=0.01", "--curves=False"]
+    output = output_of(*command, *size, cwd=tmp_path)
+    python, *command = shlex.split(re.search("next: (.*)", output)[1])
+    assert len(output_of(*command, "--max_new_tokens=5", cwd=tmp_path)) >= 5
+
+
+def test_auto_is_chosen_again_on_another_machine(here, monkeypatch, train_here):
+    """A dtype or a device that was given stays."""
+    flags = ["--dataset=mine", *TINY, "--dtype=auto", "--out_dir=out/auto"]
+    output_of("train.py", *flags, cwd=here)
+    monkeypatch.setattr(train, "pick_dtype", lambda dtype, *a, **k: f"{dtype} bfloat16".split()[1])
+    asked = []
+    monkeypatch.setattr("gptling.processes.pick_device", lambda d: asked.append(d) or "cpu")
+    monkeypatch.setattr("gptling.run.lock_directory", lambda directory: None)
+    resume = ["--out_dir=out/auto", "--resume"]
+    process = run_here("train.py", *resume, "--max_iters=22", cwd=here)
+    assert b"cpu, bfloat16, from step 20\n" in process.stdout, process.stderr
+    assert load_training_state(here / "out/auto/checkpoint-22")["config"]["dtype"] == "auto"
+    run_here("train.py", *resume, "--max_iters=23", "--device=cpu", cwd=here)
+    run_here("train.py", *resume, "--max_iters=24", cwd=here)
+    assert asked == ["auto", "cpu", "cpu"]

@@ -97,18 +97,13 @@ def test_a_bfloat16_model_decodes_with_a_float32_cache():
 
 
 def test_memory_is_kept_with_glibc_and_nothing_happens_elsewhere(monkeypatch):
-    calls = []
-    library = SimpleNamespace(mallopt=lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    calls, glibc = [], SimpleNamespace(gnu_get_libc_version=None)
+    glibc.mallopt = musl_mallopt = lambda *arguments: calls.append(arguments)
     monkeypatch.setattr("sys.platform", "linux")
-    keep_freed_memory()  # another C library, such as musl
-    assert not calls
-    library.gnu_get_libc_version = None
-    keep_freed_memory()
-    assert len(calls) == 2
-    monkeypatch.setattr("sys.platform", "win32")
-    keep_freed_memory()
-    assert len(calls) == 2
+    for library in (SimpleNamespace(mallopt=musl_mallopt), glibc):
+        monkeypatch.setattr("ctypes.CDLL", lambda name, library=library: library)
+        keep_freed_memory()
+    assert calls == [(-4, 0), (-1, -1)]
 
 
 def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from gptling.cli import UserError
-from gptling.files import is_plain_name, lock_directory, read_json, replace, writing
+from gptling.files import lock_directory, replace, writing
 from tests.conftest import ROOT, TEXT, TINY, run_here
 
 
@@ -110,7 +110,7 @@ def test_a_full_disk_is_named_with_what_is_left_and_keeps_what_was_there(
         process = run_here(script, *flags, cwd=tmp_path)
     error = process.stderr.decode().splitlines()[-1]
     assert process.returncode == 1 and "Traceback" not in process.stderr.decode()
-    assert named in error and "cannot be written: the disk is full; 0.2 MB are left" in error
+    assert named in error and "cannot be written: " in error and "; 0.2 MB are left" in error
     assert not list(tmp_path.rglob("*.writing")) and not (tmp_path / "data/mine.txt").exists()
     assert script != "sample.py" or contents(tmp_path) == {"page.html": b"older"}
 
@@ -123,22 +123,7 @@ def test_a_bug_while_writing_stays_what_it_is(tmp_path):
         (tmp_path / "no" / "x").write_text("")
 
 
-# ---------------------------------------------------------------------------- JSON, names, locks
-
-
-def test_json_is_read_and_what_is_not_json_is_named_with_its_file(tmp_path):
-    file = tmp_path / "a.json"
-    file.write_text('{"a": "ü"}', encoding="utf-8")
-    assert read_json(file) == {"a": "ü"}
-    for content in (b'{"a": ', b"\xff"):
-        file.write_bytes(content)
-        with pytest.raises(UserError, match=r"a\.json: cannot be read as JSON"):
-            read_json(file)
-
-
-def test_a_name_leads_to_no_other_directory():
-    assert all(map(is_plain_name, ("mine", "a.b", "...", "ü n")))
-    assert not any(map(is_plain_name, ("", ".", "..", "../up", "a/b", "/a", "a/")))
+# ---------------------------------------------------------------------------- locks
 
 
 def test_a_directory_is_locked_until_it_is_released_or_the_process_ends(tmp_path):

@@ -55,6 +55,7 @@ MISTAKES = [
     ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),
     ("prepare.py a.txt --name=notes", "data/notes", "--overwrite", "--name"),
     ("prepare.py a.txt --name=../up", "--name", "../up", 2),
+    ("prepare.py a.txt --name=..", "--name", "..", 2),
     ("prepare.py / --overwrite", "--name", 2),
     ("prepare.py a.txt --tokeniser=char", "--tokeniser", "--tokenizer", 2),
     ("prepare.py a.txt --tokenizer=bqe", "bqe", "bpe", "char", "byte", "gpt2"),
@@ -69,7 +70,7 @@ MISTAKES = [
     ("train.py --n_embd=30 --n_head=4", "30", "4", "divisible", 2),
     ("train.py --max_iters=0", "--max_iters=0", "at least 1", 2),
     ("train.py --learning_rate=nan", "--learning_rate=nan", 2),
-    ("train.py --beta2=1.5", "--beta2=1.5", "below 1", 2),
+    ("train.py --beta2=1", "--beta2=1.0", "below 1", 2),
     ("train.py --dropout=1.5", "dropout=1.5", 2),
     ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
@@ -89,7 +90,12 @@ MISTAKES = [
     ("train.py --out_dir=new --dataset=mine --minutes=-5", "--minutes=-5", 2),
     ("train.py NEW --dataset=mine --device=cuda", "cuda"),
     ("train.py NEW --dataset=mine --init_from=nix", "nix", "out/mine"),
-    ("train.py NEW --dataset=bytes --init_from=out/mine", "another tokenizer", "data/bytes"),
+    (
+        "train.py NEW --dataset=bytes --init_from=out/mine",
+        "another tokenizer",
+        "data/bytes",
+        "--tokenizer=out/mine",
+    ),
     ("train.py TINY --dataset=mine", "out/mine", "--resume", "--overwrite", "--out_dir"),
     ("train.py TINY --dataset=mine --out_dir=out/busy --overwrite", "out/busy", "another process"),
     ("train.py TINY --dataset=mine --out_dir=file/run", "file"),
@@ -226,14 +232,6 @@ def test_a_missing_package_is_named(
     assert not (tmp_path / "new" / "log.jsonl").exists()
 
 
-def test_a_script_that_is_run_says_the_same(world):
-    for script, *arguments in (["train.py", "--datset=x"], ["sample.py", "out/mine", "--prompt=ü"]):
-        process = run_script(script, *arguments, cwd=world)
-        here = run_here(script, *arguments, cwd=world)
-        assert process.returncode == here.returncode != 0
-        assert process.stderr.splitlines() == here.stderr.splitlines()
-
-
 # ---------------------------------------------------------------- damaged and hostile files
 
 
@@ -302,14 +300,6 @@ def test_nothing_in_a_checkpoint_is_executed(trained, tmp_path, monkeypatch):
 
 
 PACKAGE = sorted((ROOT / "gptling").glob("*.py"))
-
-
-def test_pytorch_files_are_opened_without_pickle():
-    for file in [*ROOT.glob("*.py"), *PACKAGE]:
-        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
-                options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-                assert options.get("weights_only") == "True", file
 
 
 @pytest.mark.parametrize("file", [ROOT / "model.py", *PACKAGE], ids=lambda file: file.name)
