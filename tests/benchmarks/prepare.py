@@ -1,85 +1,61 @@
 """How fast text becomes token ids, and in how much memory.
 
-    python tests/benchmarks/prepare.py              # 200 MB of text
+    python tests/benchmarks/prepare.py              # 200 MB of text, three times
     python tests/benchmarks/prepare.py 1000 1       # 1 GB, once
 
-The text is Python's language reference, repeated. One thread is tiktoken's encode_to_numpy on text
-in memory, all cores are our threads of it, prepare.py is the whole process, which reads the text
-(for char twice) and writes tokens. gpt2 needs tiktoken's vocabulary.
+The text is Python's language reference, repeated. "tiktoken" encodes text in memory in one thread.
+prepare.py is the whole process, which reads the text, makes the tokenizer (char, bpe: of the text)
+and writes the tokens. gpt2 needs tiktoken's vocabulary.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from report import ROOT, in_turns, machine, peak_megabytes, spread, table
 
 
 def worker(case: dict):
-    """prepare.py as a user runs it, or tiktoken on pieces in memory: in one thread, or in ours."""
-    from gptling.corpus import embedded_corpus, encode_on_all_cores
-    from gptling.tokenizers import build_tokenizer
-
-    text = Path(case["file"])
-    megabytes = text.stat().st_size / 1e6
-    if case["who"] != "prepare.py":
-        corpus = "\n".join(embedded_corpus().values())
-        encoding = build_tokenizer(case["tokenizer"], [corpus], end_of_text=False)
-        pieces = [corpus] * int(megabytes * 1e6 / len(corpus.encode()))
-        start = time.perf_counter()
-        if case["who"] == "all cores":
-            for _ in encode_on_all_cores(encoding, enumerate(pieces)):
-                pass
-        else:
-            for piece in pieces:
-                encoding.encode_to_numpy(piece, disallowed_special=())
-        seconds, peak = time.perf_counter() - start, peak_megabytes()
-    else:
+    """Measure prepare.py as a user runs it, or tiktoken alone; prints the figures as JSON."""
+    file, whole = Path(case["file"]), case["who"] == "prepare.py"
+    if whole:
+        command = [sys.executable, ROOT / "prepare.py", file, f"--tokenizer={case['tokenizer']}"]
         with tempfile.TemporaryDirectory() as directory:
-            command = [
-                sys.executable,
-                ROOT / "prepare.py",
-                text,
-                f"--tokenizer={case['tokenizer']}",
-            ]
             start = time.perf_counter()
             subprocess.run(command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
             seconds = time.perf_counter() - start
-        peak = peak_megabytes(children=True)
-    print(json.dumps({"rate": megabytes / seconds, "seconds": seconds, "mb": peak}))
+    else:
+        from gptling.tokenizers import build_tokenizer
+
+        text = file.read_text(encoding="utf-8")
+        tokenizer = build_tokenizer(case["tokenizer"], [text[:1_000_000]])
+        start = time.perf_counter()
+        for i in range(0, len(text), 1 << 20):
+            tokenizer.encode_to_numpy(text[i : i + (1 << 20)], disallowed_special=())
+        seconds = time.perf_counter() - start
+    rate = file.stat().st_size / 1e6 / seconds
+    print(json.dumps({"MB/s": rate, "s": seconds, "peak MB": peak_megabytes(children=whole)}))
 
 
 def main(megabytes: int, repetitions: int):
-    from gptling.corpus import embedded_corpus
-
-    corpus = "\n".join(embedded_corpus().values()) + "\n"
+    corpus = "\n".join(topics.values()) + "\n"
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "text.txt"
-        with file.open("w", encoding="utf-8") as f:
-            for _ in range(megabytes * 1_000_000 // len(corpus.encode())):
-                f.write(corpus)
+        file.write_text(corpus * (megabytes * 1_000_000 // len(corpus)), encoding="utf-8")
         cases = {}
-        for tokenizer in ("char", "byte", "gpt2"):
-            for who in ("one thread", "all cores", "prepare.py"):
-                cases[f"{tokenizer}, {who}"] = dict(file=str(file), tokenizer=tokenizer, who=who)
+        for tokenizer, who in product(("char", "byte", "bpe", "gpt2"), ("tiktoken", "prepare.py")):
+            cases[f"{tokenizer}, {who}"] = dict(file=str(file), tokenizer=tokenizer, who=who)
         results = in_turns(__file__, cases, repetitions)
-    rows = []
+    header, rows = ["MB/s", "s", "peak MB"], []
     for name, found in results.items():
-        tokenizer, who = name.split(", ")
-        share = ""
-        if who != "one thread":
-            one = results[f"{tokenizer}, one thread"]
-            cores = os.cpu_count()
-            pairs = zip(found, one, strict=True)
-            share = spread([a["rate"] / b["rate"] / cores for a, b in pairs], 2)
-        rates, peaks = spread([a["rate"] for a in found], 1), spread([a["mb"] for a in found])
-        rows.append([name, rates, share, spread([a["seconds"] for a in found], 1), peaks])
-    header = ["", "MB/s", "share of one thread, per core", "s", "peak MB"]
-    table(f"{megabytes} MB of text; {repetitions} repetitions (median, low, high)", header, rows)
+        rows.append([name, *(spread([one[key] for one in found], 1) for key in header)])
+    title = f"{megabytes} MB of text; {repetitions} repetitions (median, low, high)"
+    table(title, ["", *header], rows)
 
 
 if __name__ == "__main__":
@@ -87,5 +63,4 @@ if __name__ == "__main__":
         worker(json.loads(sys.argv[-1]))
         sys.exit()
     print(machine())
-    megabytes, repetitions = map(int, [*sys.argv[1:], *["200", "3"][len(sys.argv) - 1 :]])
-    main(megabytes, repetitions)
+    main(*map(int, sys.argv[1:] or ["200", "3"]))
