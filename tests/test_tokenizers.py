@@ -1,7 +1,5 @@
 """Every tokenizer: tiktoken, our tokenizer.json and Hugging Face's reading of it agree."""
 
-import collections
-import itertools
 import json
 import os
 import random
@@ -49,6 +47,7 @@ ANY_TEXT = st.lists(
     st.sampled_from([*SAMPLES, " ", "\n", "'ll", "the", "import", " statement"])
     | st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 ).map("".join)
+fuzzed = settings(derandomize=True, deadline=None, database=None, max_examples=300)
 BYTES = [bytes([i]) for i in range(256)]
 BPE = build_tokenizer("bpe", TEXTS, 1000)
 TOKENS = sorted(BPE._mergeable_ranks, key=BPE._mergeable_ranks.get)
@@ -77,7 +76,7 @@ def test_tiktoken_the_stored_file_and_hugging_face_agree(name, tmp_path):
     pieces = [piece for piece, _ in other.pre_tokenizer.pre_tokenize_str("1234567")]
     assert pieces == regex.findall(tokenizer._pat_str, "1234567")
 
-    @settings(derandomize=True, deadline=None, database=None, max_examples=300)
+    @fuzzed
     @given(ANY_TEXT)
     def agree(text):
         if name == "char":
@@ -113,20 +112,11 @@ def test_tokens_in_any_order_are_stored_so_that_hugging_face_merges_as_tiktoken(
 # ---------------------------------------------------------------- kinds
 
 
-def test_each_merge_of_a_bpe_is_the_most_frequent_pair():
-    text = topics["assert"] + SAMPLES
-    words = collections.Counter(regex.findall(BPE_PATTERN, text))
-    ranks = build_tokenizer("bpe", [text], 330)._mergeable_ranks
-    tokens = sorted(ranks, key=ranks.get)
-    assert set(tokens[:256]) == set(BYTES)
-    for n in range(256, 329):
-        before, pairs = kinds._tokenizer("", BPE_PATTERN, tokens[:n], False), collections.Counter()
-        for word, count in words.items():
-            parts = before.decode_tokens_bytes(before.encode_ordinary(word))
-            for pair in itertools.pairwise(parts):
-                pairs[pair] += count
-        merged = [count for pair, count in pairs.items() if b"".join(pair) == tokens[n]]
-        assert max(merged) == max(pairs.values())
+@fuzzed
+@given(ANY_TEXT)
+def test_the_pattern_of_a_bpe_cuts_a_text_as_gpt4s(text):
+    text += "."  # white space at the end is cut otherwise
+    assert regex.findall(BPE_PATTERN, text) == regex.findall(CL100K_PATTERN, text)
 
 
 def test_the_size_of_a_bpe_includes_bytes_and_end_of_text():
@@ -166,6 +156,7 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
     [
         (49_999, "ab", "char", 3),
         (50_000, "ab", "bpe", 512),
+        (499_999, "ab", "bpe", 512),
         (10**6, "ab", "bpe", 2048),
         (10**9, "ab", "bpe", 16_384),
         (10**12, "ab", "bpe", 32_768),
@@ -173,13 +164,10 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
     ],
 )
 def test_the_text_decides_what_its_tokens_are(monkeypatch, n_bytes, characters, name, size):
-    def train(texts, vocab_size):
-        return kinds._tokenizer("bpe", "a", [b"%d" % i for i in range(vocab_size - 1)], True)
-
-    monkeypatch.setattr(kinds, "draw_sample", lambda texts, size: ([characters], n_bytes))
-    monkeypatch.setattr(kinds, "_train_bpe", train)
-    tokenizer = build_tokenizer("auto", [characters])
-    assert (tokenizer.name, tokenizer.n_vocab) == (name, size)
+    monkeypatch.setattr(kinds, "draw_sample", lambda *_: ([characters], n_bytes))
+    monkeypatch.setattr(kinds, "_train_bpe", lambda texts, size: ("bpe", size))
+    found = build_tokenizer("auto", [characters])
+    assert (found if name == "bpe" else (found.name, found.n_vocab)) == (name, size)
 
 
 def test_auto_takes_a_given_size_and_fewer_tokens_for_a_repetitive_text():
