@@ -237,9 +237,8 @@ def _from_json(stored, name):
     if order != sorted(order):
         raise ValueError("ids that are not in the order of the merges")
     bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    if pattern != ANY_CHARACTER:  # a character tokenizer may lack bytes
-        if not has_all_bytes(bpe):
-            raise ValueError("bytes are missing from the vocabulary")
-        if bpe.decode(bpe.encode_ordinary(PROBE)) != PROBE:
-            raise ValueError(f"the pattern leaves out text: {pattern}")
+    if pattern != ANY_CHARACTER and not has_all_bytes(bpe):
+        raise ValueError("bytes are missing, which only a character tokenizer may lack")
+    if has_all_bytes(bpe) and bpe.decode(bpe.encode_ordinary(PROBE)) != PROBE:
+        raise ValueError(f"text is left out by the pattern {pattern}")
     return bpe

@@ -121,17 +121,16 @@ def test_a_split_has_one_token_more_than_a_sequence_at_least(here):
 
 
 def test_shards_are_in_the_order_of_their_names_whatever_the_file_system_says(here, monkeypatch):
-    """As a batch is a function of seed and step alone."""
     write_data("mine", [1] * 50, [1] * 50)
-    glob = type(Path()).glob
     for n in (1, 2):
         np.save(f"data/mine/train-{n:05}.npy", np.ones(50 + n, dtype=np.uint16))
+    glob = type(Path()).glob
     for order in (1, -1):
         listed = lambda *arguments, order=order: sorted(glob(*arguments))[::order]  # noqa: E731
         monkeypatch.setattr(type(Path()), "glob", listed)
-        shards = Dataset("mine", 16).train
-        assert [len(shard) for shard in shards] == [50, 51, 52]
-        assert all(isinstance(shard, np.memmap) for shard in shards), "opened unread"
+        data = Dataset("mine", 16)
+        assert [len(shard) for shard in data.train] == [50, 51, 52] and data.n_tokens == 153
+        assert all(isinstance(shard, np.memmap) for shard in data.train), "opened unread"
 
 
 def test_some_sequences_judge_as_the_whole_split_does(here):
@@ -161,6 +160,7 @@ def test_processes_validate_on_each_token_of_the_split_once(here, n_tokens):
         pairs = [(x[y != -100], y[y != -100]) for x, y in itertools.chain(*batches)]
         inputs, targets = map(torch.cat, zip(*pairs, strict=True))
         assert torch.equal(targets, inputs + 1)
+        assert all(0 <= x.min() and x.max() < n_tokens for x, _ in itertools.chain(*batches))
         assert sorted(targets.tolist()) == list(range(1, n_tokens))
 
 

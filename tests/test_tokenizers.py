@@ -115,7 +115,7 @@ def test_tokens_in_any_order_are_stored_so_that_hugging_face_merges_as_tiktoken(
 @fuzzed
 @given(ANY_TEXT)
 def test_the_pattern_of_a_bpe_cuts_a_text_as_gpt4s(text):
-    text += "."  # white space at the end is cut otherwise
+    text = SAMPLES + text + "."  # white space at the end is cut otherwise
     assert regex.findall(BPE_PATTERN, text) == regex.findall(CL100K_PATTERN, text)
 
 
@@ -294,7 +294,7 @@ def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path, place, value
         ("pre_tokenizer", sequence(SPLIT, use_regex=True), "use_regex': True"),
         ("pre_tokenizer", sequence(SPLIT, SPLIT), "pre_tokenizer"),
         ("pre_tokenizer", sequence(SPLIT | {"behavior": "MergedWithNext"}), "MergedWithNext"),
-        ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": r"\d"}}), "leaves out text"),
+        ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": r"\d"}}), "text is left out"),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [SPLIT]}, "pre_tokenizer"),
         ("model.type", "Unigram", "Unigram"),
         *((f"model.{key}", True, f"{key} is True") for key in MODEL_OPTIONS),
