@@ -22,6 +22,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,7 @@ import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
 from tyro.conf import Suppress
 
-from gptling.cli import Fraction, PositiveInt, UserError, check_numbers, load, optional_package, run
+from gptling.cli import Fraction, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import is_plain_name
@@ -38,8 +39,8 @@ from gptling.muon import Muon
 from gptling.plan import STARTED, plan_run
 from gptling.pretrained import build_model, find_checkpoint, print_uninitialised, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
-from gptling.report import Report, print_evaluation, sample_lines
-from gptling.run import Progress, RunDirectory, load_states
+from gptling.report import Report, print_evaluation, print_header, sample_lines
+from gptling.run import Progress, RunDirectory
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
 
@@ -239,17 +240,18 @@ def main():
     if not state:
         print_uninitialised(model, optimizers)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    load_states(model, optimizers, scaler, state)
+    run_directory.restore(config, model, optimizers, scaler, state)
     progress = state.get("progress", Progress())
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
     batches = itertools.chain([next(batches)], batches)  # bad data shows before anything is written
-    if config.wandb:
-        optional_package("wandb", "wandb")  # and so does its absence
+    if config.wandb and not find_spec("wandb"):  # and so does its absence
+        raise UserError("--wandb: pip install wandb")
     run_directory.start(config, progress.step)
-    report = Report(config, processes, progress, model, data.n_tokens, dtype)
+    print_header(config, processes, progress, model, data, dtype)
+    report = Report(config, processes, progress, model)
 
     def save(metrics):  # called by all processes: each gives its shards, the first one writes
-        progress.loss_sum, progress.seconds = loss_sum.item(), report.seconds()
+        progress.seconds = report.seconds()
         full_model = processes.full_model(model, GPT)
         run_directory.save(metrics, model, full_model, optimizers, scaler, progress, config, data)
 
@@ -257,7 +259,6 @@ def main():
     signals, stopped = StopSignals(processes), 0
     rank, world_size = processes.rank, processes.world_size
     _, micro_steps = micro_batches(config, world_size)
-    loss_sum = torch.tensor(progress.loss_sum, device=device)  # since the last evaluation
     for step in range(progress.step, config.max_iters):
         lr = learning_rate(step, config)
         for optimizer in optimizers:
@@ -289,9 +290,9 @@ def main():
 
         done = step + 1
         evaluate_now = done % config.eval_interval == 0 or done == config.max_iters
-        log_now = done % config.log_interval == 0 or done == config.max_iters
+        report_now = report.due(done)
         stopped = signals.received()
-        if device == "cpu" or log_now or evaluate_now or stopped:
+        if device == "cpu" or report_now or evaluate_now or stopped:
             check_finite("the loss", losses["loss"].item(), done, config)  # which waits for a GPU
             if not scaler.is_enabled():
                 check_finite("the gradient's norm", norm.item(), done, config)
@@ -302,37 +303,37 @@ def main():
                 scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-        loss_sum += losses["loss"]
+        progress.loss_sum = progress.loss_sum + losses["loss"]  # on its device: no step waits
         progress.step, progress.loss_steps = done, progress.loss_steps + 1
         progress.overflows += overflow
 
-        if log_now:
-            rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-            numbers = {"norm": norm.item()} | dict(zip(("lr", "muon_lr"), rates, strict=False))
-            numbers |= {"overflows": progress.overflows} if scaler.is_enabled() else {}
-            report.training(done, {name: loss.item() for name, loss in losses.items()}, numbers)
+        if report_now:
+            numbers = {"lr": lr, "norm": norm}
+            if len(optimizers) > 1:
+                numbers["muon_lr"] = optimizers[1].param_groups[0]["lr"]
+            if scaler.is_enabled():
+                numbers["overflows"] = progress.overflows
+            report.training(done, losses, numbers)
         if evaluate_now:
             with report.paused():
                 with autocast:
                     val_loss, bits_per_byte = evaluate(parallel, data, config, processes)
-                train_loss = loss_sum.item() / progress.loss_steps
+                train_loss = float(progress.loss_sum) / progress.loss_steps
                 check_finite("a loss", train_loss + val_loss, done, config)  # before it is saved
-                loss_sum.zero_()
-                progress.loss_steps = 0
+                progress.loss_sum, progress.loss_steps = 0.0, 0
+                progress.best = min(progress.best, val_loss)
                 metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
                 metrics |= {"bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
-                progress.best = min(progress.best, val_loss)
                 report.evaluation(metrics, best=val_loss == progress.best)
                 save(metrics)  # before a changed model's generate can fail
-                lines = sample_lines(model, data.tokenizer, config.seed + done, processes)
-                report.sample(done, lines)
+                report.sample(sample_lines(model, data, config.seed + done, processes))
         if stopped:
             if not evaluate_now:
                 save({"step": done})
             break
 
     # ------------------------------------------------------------ end
-    report.close(progress.step, stopped > 0, time.perf_counter() - STARTED)
+    report.close(progress.step < config.max_iters, time.perf_counter() - STARTED)
     processes.barrier()  # torchrun ends the others, the writing one too, soon after the first
     return 128 + stopped if stopped else 0
 

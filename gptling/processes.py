@@ -2,6 +2,7 @@
 DDP (Li et al. 2020, https://arxiv.org/abs/2006.15704) and
 FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277)."""
 
+import copy
 import os
 import signal
 import sys
@@ -56,7 +57,7 @@ class Processes:
         return int(tensor)
 
     def barrier(self):
-        """Wait until all processes are here."""
+        """Wait for all processes."""
         self.all_reduce_max(0)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,14 +67,14 @@ class Processes:
         return tensor
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on this process's device, from any thread: each has its own current GPU."""
+        """Return the tensor on this process's device. Each thread has its own current GPU."""
         if self.device != "cuda":
             return tensor.to(self.device)
         return tensor.pin_memory().to(f"cuda:{self.local_rank}", non_blocking=True)
 
     def wrap(self, model: torch.nn.Module, fsdp: bool, dtype: str) -> torch.nn.Module:
         """Return the module to call instead of the model. Its gradients are the mean over all
-        processes. fsdp: shard parameters and optimizer states. dtype: of matmuls."""
+        processes. fsdp: shard parameters and optimizer states. Raises UserError for float16."""
         self.sharded = fsdp and self.world_size > 1
         if self.sharded and dtype == "float16":
             raise UserError("--fsdp: float16's scale is not shared; use another --dtype")
@@ -88,14 +89,13 @@ class Processes:
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
         parallel = DistributedDataParallel(model, **options)
-        # After its first gradient DDP changes the order of its sums. It must not do so in a
-        # resumed run's first step, or three processes would add in another order than before.
+        # DDP changes the order of its sums after its first gradient. If it did so in a resumed
+        # run's first step, three processes would add in another order than before.
         idx = self.to_device(torch.zeros(1, model.config.block_size, dtype=torch.int64))
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        before = copy.deepcopy(dict(model.named_buffers()))
         for _ in range(2):
-            objective, _ = objective_and_parts(parallel(idx, idx))
-            objective.backward()
-            model.zero_grad()
+            objective_and_parts(parallel(idx, idx))[0].backward()
+        model.zero_grad()
         for name, buffer in model.named_buffers():
             buffer.copy_(before[name])
         return parallel
@@ -114,7 +114,7 @@ class Processes:
         return model
 
     def full_model(self, model: torch.nn.Module, model_class: type) -> torch.nn.Module | None:
-        """The model with whole parameters, for the first process. All call it if it is sharded."""
+        """Return the model with whole parameters for the first process. All call it."""
         if not self.sharded:
             return model
         state = model.state_dict()  # sharded again, if a forward pass has left it gathered

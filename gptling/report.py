@@ -1,172 +1,46 @@
 """The report of a training: log.jsonl, lines or a bar, loss.png, TensorBoard, Weights & Biases."""
 
 import dataclasses
-import importlib.util
 import io
 import json
+import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-from gptling.cli import optional_package
 from gptling.devices import flops_utilisation
 from gptling.files import replace, writing
-from gptling.tokenizers import start_token
+from gptling.run import best_checkpoint, read_metrics
+
+SECONDS_BETWEEN_LINES = 10
 
 
-class Report:
-    """The report of a run that continues from `progress`. The first of several processes writes it.
-    model: counted; n_tokens: of the training split; dtype: of matmuls."""
-
-    def __init__(self, config, processes, progress, model, n_tokens: int, dtype: str):
-        self.config, self.processes, self.out_dir = config, processes, Path(config.out_dir)
-        self.step = step = progress.step
-        self.n_parameters = sum(p.numel() for p in model.parameters())
-        sequences_per_step = config.batch_size * config.gradient_accumulation_steps
-        self.tokens_per_step = sequences_per_step * config.block_size
-        self.last_time = time.perf_counter()
-        self.run_start = self.last_time - progress.seconds
-        self.loggers = open_loggers(config, self.out_dir, step) if processes.is_main else []
-        several = f", {processes.world_size} processes" * (processes.world_size > 1)
-        resumed = f", from step {step}" * (step > 0)
-        size = f"{self.n_parameters:,} parameters, {self.tokens_per_step:,} tokens a step"
-        length = f"{config.max_iters:,} steps on {n_tokens:,} tokens"
-        print(f"{size}, {length}; {processes.device}, {dtype}{several}{resumed}", flush=True)
-        self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
-        self.plain = not sys.stderr.isatty()  # lines instead of a bar
-        bar = {"total": config.max_iters, "initial": step, "unit": "step", "leave": False}
-        self.bar = tqdm(**bar, disable=self.plain or not processes.is_main)
-
-    def seconds(self) -> float:
-        """Seconds of the run so far, of earlier sessions up to their last checkpoint."""
-        return time.perf_counter() - self.run_start
-
-    def log(self, **entry):
-        """Write a line of log.jsonl, and show it elsewhere. Raises UserError for a full disk."""
-        if not self.processes.is_main:
-            return
-        entry["seconds"] = round(self.seconds(), 3)
-        log_file = self.out_dir / "log.jsonl"
-        with writing(log_file), log_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        for logger in self.loggers:
-            logger(entry)
-
-    def training(self, step: int, losses: dict[str, float], numbers: dict[str, float]):
-        """Report the losses and other numbers of a step, with the speed since the last call."""
-        seconds = (time.perf_counter() - self.last_time) / (step - self.step)
-        self.last_time, self.step = time.perf_counter(), step
-        speed, steps_left = self.tokens_per_step / seconds, self.config.max_iters - step
-        numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
-        pace, one_gpu = f"{speed:,.0f} tokens/s", speed / self.processes.world_size
-        if mfu := flops_utilisation(one_gpu, self.n_parameters, self.gpu):
-            numbers["mfu"] = mfu
-            pace += f", MFU {100 * mfu:.0f} %"
-        self.log(step=step, **losses | numbers)
-        named = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
-        self.bar.update(step - self.bar.n)
-        self.bar.set_postfix_str(f"{named}, {pace}")
-        if self.plain and (step % (10 * self.config.log_interval) == 0 or steps_left == 0):
-            state = f"lr {numbers['lr']:.2e}, norm {numbers['norm']:.2f}"
-            time_left = f"{1000 * seconds:.0f} ms, {pace}, {seconds * steps_left:.0f} s left"
-            line = f"step {step}/{self.config.max_iters}: {named}, {state}, {time_left}"
-            print(line, flush=True)
-
-    def evaluation(self, metrics: dict[str, float], best: bool):
-        """Report the losses of an evaluation."""
-        self.log(**metrics, parameters=self.n_parameters)
-        tqdm.write(
-            f"step {metrics['step']}: training loss {metrics['train_loss']:.4f}, "
-            f"validation loss {metrics['val_loss']:.4f}, "
-            f"{metrics['bits_per_byte']:.4f} bits per byte{' (best)' * best}"
-        )
-        sys.stdout.flush()
-
-    def sample(self, step: int, lines: list[str]):
-        """Show some lines of the model's text, which the log does not keep."""
-        for logger in self.loggers:
-            logger({"step": step, "sample": "\n".join(lines)})
-        tqdm.write("\n".join(f"  | {line}" for line in lines))
-        sys.stdout.flush()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time spent inside does not count as the training's."""
-        start = time.perf_counter()
-        yield
-        self.last_time += time.perf_counter() - start
-
-    def close(self, step: int, stopped: bool, seconds: float):
-        """Print the next command, and the `seconds` since the program's start."""
-        self.bar.close()
-        out_dir = shlex.quote(self.config.out_dir)
-        if stopped and step < self.config.max_iters:
-            command = "python" if self.processes.world_size == 1 else "torchrun ..."
-            print(f"stopped at step {step}; next: {command} train.py --out_dir={out_dir} --resume")
-        else:
-            print(f"{seconds:.0f} s; next: python sample.py {out_dir}")
-        if self.config.wandb and self.processes.is_main:
-            sys.modules["wandb"].finish()
-
-
-def print_evaluation(name, data, nats: float, bits_per_byte: float):
-    """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
-    perplexity = float(np.exp(nats))  # inf beyond float64
-    print(
-        f"{nats:.4f} nats per token, perplexity {perplexity:,.4f}, {bits_per_byte:.4f} bits per "
-        f"byte: {name}, over {data.val_targets:,} tokens of {data.directory / 'val.npy'}"
-    )
-
-
-def sample_lines(model, tokenizer, seed: int, processes) -> list[str]:
-    """Return two lines of text from the model."""
+def sample_lines(model, data, seed: int, processes) -> list[str]:
+    """Return two lines of text from the model, which continue the first words of the validation
+    text: "words | continuation"."""
     if not (processes.is_main or processes.sharded):  # shards need all processes
         return []
-    device = model.valid_tokens.device
-    generator = torch.Generator(device).manual_seed(seed)
-    idx = torch.tensor([[start_token(tokenizer)]], device=device)
+    decode, ids = data.tokenizer.decode, data.val[:32].tolist()
+    n = next((n for n in range(1, 32) if len(decode(ids[: n + 1]).split()) > 4), 32)
+    idx = torch.tensor([ids[:n]], device=model.valid_tokens.device)
+    generator = torch.Generator(idx.device).manual_seed(seed)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
     model.eval()
     tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
-    text = tokenizer.decode([token.item() for token in tokens])
+    text = decode([token.item() for token in tokens])
     model.train()
     torch.use_deterministic_algorithms(deterministic)
-    return [line.rstrip()[:100] for line in text.splitlines() if line.strip()][:2]
-
-
-def open_loggers(config, out_dir: Path, step: int) -> list[Callable]:
-    """Return functions that show an entry of the log elsewhere. step: the run's, at its start."""
-    loggers = []
-    if config.wandb:
-        options = {"project": "gptling", "config": dataclasses.asdict(config)}
-        run = optional_package("wandb", "wandb").init(name=out_dir.name, dir=out_dir, **options)
-        loggers.append(lambda entry: run.log(entry, step=entry["step"]))
-    if config.curves and importlib.util.find_spec("tensorboard"):
-        from torch.utils.tensorboard import SummaryWriter
-
-        # What an earlier session wrote after `step` is hidden.
-        writer = SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
-
-        def tensorboard(entry):
-            for name, value in entry.items():
-                if name == "sample":
-                    writer.add_text(name, value.replace("\n", "\n\n"), entry["step"])
-                elif name not in ("step", "parameters"):
-                    writer.add_scalar(name, value, entry["step"])
-            writer.flush()
-
-        loggers.append(tensorboard)
-    if config.curves and importlib.util.find_spec("matplotlib"):
-        loggers.append(lambda entry: "val_loss" in entry and draw_curves(out_dir))
-    return loggers
+    first, *more = [line.rstrip()[:80] for line in text.splitlines() if line.strip()] or [""]
+    return [f"{' '.join(decode(ids[:n]).split())} | {first}", *more[:1]]
 
 
 def draw_curves(out_dir: Path):
@@ -183,11 +57,206 @@ def draw_curves(out_dir: Path):
     axes.plot(*zip(*train, strict=True), color="#9bb8d3", linewidth=1, label="training")
     axes.plot(*zip(*val, strict=True), color="#b5462f", marker="o", label="validation")
     axes.plot(step, best, "o", markersize=11, markerfacecolor="none", color="black")
-    axes.set_title(f"{out_dir.name}: best {best:.4f} at step {step:,}")
-    axes.set(xlabel="step", ylabel="loss in nats per token")
+    title = f"{out_dir.name}: best {best:.4f} at step {step:,}"
+    axes.set(title=title, xlabel="step", ylabel="loss in nats per token")
     axes.set_ylim(top=1.1 * val[0][1])  # the fall from ln(vocabulary) would press the rest flat
-    axes.grid(alpha=0.3)
     axes.legend()
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     replace(out_dir / "loss.png", picture.getvalue())
+
+
+def open_loggers(config, step: int) -> dict[str, Callable]:
+    """Return {name: function}, each of which shows an entry of the log elsewhere. The last entry is
+    empty. Packages are imported with the first entry. step: the run's, at its start."""
+    out_dir = Path(config.out_dir)
+
+    @cache
+    def open_tensorboard():
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier session wrote after `step` is hidden.
+        return SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
+
+    def log_to_tensorboard(entry):
+        writer = open_tensorboard()
+        for name, value in entry.items():
+            if name == "sample":
+                writer.add_text(name, value.replace("\n", "\n\n"), entry["step"])
+            elif name not in ("step", "parameters"):
+                writer.add_scalar(name, value, entry["step"])
+        writer.flush()
+
+    @cache
+    def open_wandb():
+        import wandb
+
+        options = {"project": "gptling", "config": dataclasses.asdict(config)}
+        return wandb.init(name=out_dir.name, dir=out_dir, **options)
+
+    def log_to_wandb(entry):
+        open_wandb().log(entry, step=entry["step"]) if entry else open_wandb().finish()
+
+    curves = {"tensorboard": log_to_tensorboard}
+    curves["matplotlib"] = lambda entry: "val_loss" in entry and draw_curves(out_dir)
+    loggers = {name: f for name, f in curves.items() if config.curves and find_spec(name)}
+    return loggers | ({"wandb": log_to_wandb} if config.wandb else {})
+
+
+def print_header(config, processes, progress, model, data, dtype: str):
+    """Print what is trained, on what, and for how long. dtype: of matmuls."""
+    n = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    size = f"{trained:,} of {n:,} parameters are trained" if trained < n else f"{n:,} parameters"
+    shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
+    tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    epochs = config.max_iters * tokens / data.n_tokens
+    several = f", {processes.world_size} processes" * (processes.world_size > 1)
+    resumed = f", from step {progress.step}" * (progress.step > 0)
+    print(
+        f"data:  {data.n_tokens:,} tokens to train on, {len(data.val):,} to validate on\n"
+        f"model: {size}, {shape}, context {config.block_size}\n"
+        f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs), "
+        f"saved in {config.out_dir}\n"
+        f"       {processes.device}, {dtype}{several}{resumed}\n",
+        flush=True,
+    )
+
+
+class Report:
+    """The log, the lines and the curves of a run that continues from `progress`. The first of
+    several processes writes them."""
+
+    def __init__(self, config, processes, progress, model):
+        self.config, self.processes, self.progress = config, processes, progress
+        self.out_dir, self.step = Path(config.out_dir), progress.step
+        self.n_parameters = sum(p.numel() for p in model.parameters())
+        sequences_per_step = config.batch_size * config.gradient_accumulation_steps
+        self.tokens_per_step = sequences_per_step * config.block_size
+        self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
+        self.last_time = time.perf_counter()
+        self.run_start = self.last_time - progress.seconds
+        self.line_time, self.fastest, self.warned = -math.inf, math.inf, False
+        self.loggers = open_loggers(config, self.step) if processes.is_main else {}
+        self.plain = not sys.stderr.isatty()  # lines instead of a bar
+        bar = {"total": config.max_iters, "initial": self.step, "unit": "step", "leave": False}
+        self.bar = tqdm(**bar, disable=self.plain or not processes.is_main)
+
+    def seconds(self) -> float:
+        """Seconds of the run so far, of earlier sessions up to their last checkpoint."""
+        return time.perf_counter() - self.run_start
+
+    def log(self, **entry) -> dict:
+        """Write and return a line of log.jsonl. Raises UserError for a full disk."""
+        entry["seconds"] = round(self.seconds(), 3)
+        if self.processes.is_main:
+            log_file = self.out_dir / "log.jsonl"
+            with writing(log_file), log_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        return entry
+
+    def show(self, entry: dict):
+        """Give an entry to the loggers. Nothing optional may end a run: one that fails, in whatever
+        way its package fails, is dropped."""
+        for name, logger in list(self.loggers.items()):
+            try:
+                logger(entry)
+            except Exception as error:
+                del self.loggers[name]
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self.say(f"the run continues without {name}: {reason}")
+
+    def say(self, *columns: str):
+        """Print a line, above the bar if there is one."""
+        tqdm.write(" | ".join(columns))
+        sys.stdout.flush()
+
+    def label(self, step: int) -> str:
+        last = str(self.config.max_iters)
+        return f"step {step:>{len(last)}}/{last}"
+
+    def is_logged(self, step: int) -> bool:
+        return step % self.config.log_interval == 0 or step == self.config.max_iters
+
+    def due(self, step: int) -> bool:
+        """Whether to report a step: in the log, or in a line."""
+        waited = time.perf_counter() - self.line_time
+        return self.is_logged(step) or waited >= SECONDS_BETWEEN_LINES
+
+    def training(self, step: int, losses: dict, numbers: dict):
+        """Report the losses and other numbers of a step, with the speed since the last call."""
+        now = time.perf_counter()
+        elapsed, seconds = now - self.last_time, (now - self.last_time) / (step - self.step)
+        self.last_time, self.step = now, step
+        speed, steps_left = self.tokens_per_step / seconds, self.config.max_iters - step
+        losses = {name: float(loss) for name, loss in losses.items()}
+        numbers = {name: float(number) for name, number in numbers.items()}
+        numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
+        columns = [f"{name} {loss:.3f}" for name, loss in losses.items()]
+        columns += [f"lr {numbers['lr']:.2e}", f"norm {numbers['norm']:.2f}"]
+        columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
+        one_gpu = speed / self.processes.world_size
+        if mfu := flops_utilisation(one_gpu, self.n_parameters, self.gpu):
+            numbers["mfu"] = mfu
+            columns.append(f"MFU {100 * mfu:.0f} %")
+        if self.is_logged(step):
+            self.show(self.log(step=step, **losses | numbers))
+        self.bar.update(step - self.bar.n)
+        self.bar.set_postfix_str(", ".join(columns))
+        waited = now - self.line_time
+        if self.plain and (waited >= SECONDS_BETWEEN_LINES or steps_left == 0):
+            self.say(self.label(step), *columns, f"{seconds * steps_left:,.0f} s left")
+            self.line_time = now
+        self.fastest = min(self.fastest, seconds)
+        if seconds > 5 * self.fastest and elapsed > 0.5 and not (self.gpu or self.warned):
+            times = f"steps take {seconds / self.fastest:.0f} times as long as the fastest"
+            self.say(f"{times}: if the machine is busy, resume with GOMP_SPINCOUNT=1000 set")
+            self.warned = True
+
+    def evaluation(self, metrics: dict[str, float], best: bool):
+        """Report the losses of an evaluation. The loggers get them later, with the sample."""
+        self.entry = self.log(**metrics, parameters=self.n_parameters)
+        losses = f"validation {metrics['val_loss']:.3f} nats per token"
+        losses += f", {metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
+        self.say(self.label(metrics["step"]), losses)
+
+    def sample(self, lines: list[str]):
+        """Show lines of the model's text, which the log does not keep."""
+        self.show(self.entry | {"sample": "\n".join(lines)})
+        for line in lines:
+            self.say(" " * len(self.label(0)), line)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside does not count as the training's."""
+        start = time.perf_counter()
+        yield
+        self.last_time += time.perf_counter() - start
+
+    def close(self, stopped: bool, seconds: float):
+        """Print the best loss and the next commands. seconds: since the program's start."""
+        self.bar.close()
+        self.show({})
+        if not self.processes.is_main:
+            return
+        out_dir = shlex.quote(self.config.out_dir)
+        if stopped:
+            command = "python" if self.processes.world_size == 1 else "torchrun ..."
+            print(f"\nStopped at step {self.progress.step}.")
+            print(f"Next: {command} train.py --out_dir={out_dir} --resume")
+            return
+        best, then = best_checkpoint(self.out_dir), f"python sample.py {out_dir} --interactive"
+        if self.config.dataset == "quickstart":
+            then = "python prepare.py my.txt && python train.py --dataset=my --minutes=5"
+        loss = f"{read_metrics(best)['bits_per_byte']:.3f} bits per byte"
+        print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
+        print(f"Next: python sample.py {out_dir}\n      {then}")
+
+
+def print_evaluation(name, data, nats: float, bits_per_byte: float):
+    """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
+    print(
+        f"{nats:.4f} nats per token, perplexity {math.exp(nats):,.4f}, "
+        f"{bits_per_byte:.4f} bits per byte: {name}, "
+        f"over {data.val_targets:,} tokens of {data.directory / 'val.npy'}"
+    )

@@ -1,26 +1,29 @@
 """A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
+import copy
+import hashlib
+import inspect
 import json
 import math
 import re
 import shutil
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch.utils._pytree import tree_map
 
 from gptling.files import UserError, lock_directory, read_json, replace, sync, writing
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
-FORMAT = 3  # of training_state.pt
-UNREADABLE = (OSError, EOFError, RuntimeError, LookupError, UnpicklingError, SafetensorError)
-# Flags of one start, which a run does not keep.
-START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "minutes"}
-START_FLAGS |= {"allow_changed_data", "allow_changed_model"}
+FORMAT = 4  # of training_state.pt
+# Fields of train.py's configuration that belong to one start and not to the run.
+START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "minutes", "out_dir"}
+START_FLAGS |= {"allow_changed_data", "allow_changed_model", "vocab_size"}
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Progress:
     step: int = 0  # steps done
     best: float = math.inf  # the lowest validation loss
     overflows: int = 0  # steps that float16 skipped
-    loss_sum: float = 0.0  # of the training losses since the last evaluation
+    loss_sum: float | torch.Tensor = 0.0  # of the training losses since the last evaluation
     loss_steps: int = 0  # the number of these losses
     seconds: float = 0.0  # of all sessions so far
 
@@ -58,21 +61,17 @@ def best_checkpoint(run: str | Path) -> Path | None:
 
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
-    """Return what training_state.pt holds: plain values and tensors. Raises UserError if that or
-    the weights cannot be read."""
+    """Return the plain values and tensors of training_state.pt. Raises UserError."""
     file = checkpoint / "training_state.pt"
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-        file = checkpoint / "model.safetensors"
-        with safe_open(file, "pt"):  # compares its size with its header
-            pass
-    except UNREADABLE as error:
+    except (OSError, EOFError, LookupError, RuntimeError, UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        hint = "delete that folder to go on from the one before"
-        raise UserError(f"{file}: cannot be read: {reason}; {hint}") from None
+        hint = "delete the folder to resume from the checkpoint before it"
+        raise UserError(f"{file} cannot be read ({reason}): {hint}") from None
     if state["format"] != FORMAT:
-        found = f"{checkpoint}: format {state['format']}, not {FORMAT}"
-        raise UserError(f"{found}; begin another run from it, with --init_from={checkpoint}")
+        found = f"{checkpoint} has format {state['format']}, not {FORMAT}"
+        raise UserError(f"{found}: begin another run from it, with --init_from={checkpoint}")
     state["progress"] = Progress(**state["progress"])
     return state
 
@@ -80,25 +79,22 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
     """Return a run's saved configuration with the flags that were given. Print changes and unknown
     settings. Raises UserError for a flag that would make it a different run."""
-    names = [field.name for field in fields(config) if field.name not in START_FLAGS]
-    for name in sorted(saved.keys() - set(names) - START_FLAGS):
+    names = {field.name for field in fields(config)} - START_FLAGS
+    changes = {k: v for k, v in given.items() if k in names and v != saved.get(k)}
+    for name in sorted(saved.keys() - names - START_FLAGS):
         print(f"{name}: {saved[name]} in the run, unknown to this code")
-    for name in fixed & given.keys():
-        if given[name] != saved.get(name):
-            found = f"--{name}={given[name]}: the run has {saved.get(name)}"
+    step = ("batch_size", "gradient_accumulation_steps")
+    before, now = (math.prod(c[name] for name in step) for c in (saved, saved | changes))
+    if before != now:
+        found = f"--batch_size times --gradient_accumulation_steps is {now}: the run has {before}"
+        raise UserError(f"{found}; leave both out, or give another --out_dir")
+    for name, value in changes.items():
+        if name in fixed.difference(step):
+            found = f"--{name}={value}: the run has {saved.get(name)}"
             raise UserError(f"{found}; leave the flag out, or give another --out_dir")
-    settings = {name: saved[name] for name in names if name in saved} | given
-    hints = get_type_hints(type(config))
-    for name, value in settings.items():
-        choices = get_args(hints[name])  # of a Literal
-        if choices and value not in choices:
-            raise UserError(f"{name} is {value!r} in the run: give --{name}, one of {choices}")
-    resumed = type(config)(**settings | {"out_dir": config.out_dir})
-    for name in names:
-        before, now = saved.get(name, "not set"), getattr(resumed, name)
-        if before != now and name != "out_dir":
-            print(f"{name}: {before} -> {now}")
-    return resumed
+        print(f"{name}: {saved.get(name, 'not set')} -> {value}")
+    kept = {name: saved[name] for name in names & saved.keys()}
+    return type(config)(**{k: getattr(config, k) for k in START_FLAGS} | kept | changes)
 
 
 class RunDirectory:
@@ -108,29 +104,49 @@ class RunDirectory:
         self.path, self.processes, self.lock = path, processes, None
         self.last_reason = ""  # why its checkpoints are no GPT-2s
 
-    def take_lock(self):
-        """Keep other trainings out until this one ends. Raises UserError if one is running."""
-        if self.processes.is_main and self.path.is_dir() and not self.lock:
-            self.lock = lock_directory(self.path)
-
     def resume_or_begin(self, config: Any, given: dict, fixed: set[str]):
         """Return (configuration, checkpoint, training state) of the run to resume, or
         (config, None, {}) for a new run. Raises UserError."""
-        self.take_lock()
+        if self.processes.is_main and self.path.is_dir():
+            self.lock = lock_directory(self.path)
         checkpoints = list_checkpoints(self.path)
-        if not (config.resume or (config.auto_resume and checkpoints)):
-            if checkpoints and not config.overwrite:
-                ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
-                raise UserError(f"{self.path} holds a run: {ways}")
-            return config, None, {}
-        if not checkpoints:
+        if config.resume and not checkpoints:
             raise UserError(f"{self.path} has no checkpoint to resume: give another --out_dir")
+        if config.overwrite or not checkpoints:
+            return config, None, {}
+        if not (config.resume or config.auto_resume):
+            ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
+            raise UserError(f"{self.path} holds a run: {ways}")
         newest = checkpoints[-1]
         state = load_training_state(newest)
         config = resumed_config(config, state["config"], given, fixed)
         if state["progress"].step >= config.max_iters:
             raise UserError(f"{newest} has all its steps: raise --max_iters={config.max_iters}")
         return config, newest, state
+
+    def restore(self, config: Any, model, optimizers: list, scaler, state: dict[str, Any]):
+        """Load the state of a resumed run's optimizers and GradScaler, and print which code is not
+        the run's. An optimizer of another class starts without a state."""
+        files = [Path(inspect.getfile(type(settings))) for settings in (config, model.config)]
+        self.code = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
+        self.settings = [settings_of(optimizer) for optimizer in optimizers]
+        if not state:
+            return
+        changed = [name for name in self.code if self.code[name] != state["code"].get(name)]
+        if changed:
+            print(f"changed since that checkpoint: {', '.join(changed)}")
+        saved = zip(
+            state["code"]["optimizers"], state["optimizers"], state["settings"], strict=False
+        )
+        for optimizer, (name, its_state, settings) in zip(optimizers, saved, strict=False):
+            if name == type(optimizer).__name__:
+                load_state(optimizer, model, its_state)
+                for group, first, last in zip(optimizer.param_groups, *settings, strict=False):
+                    # What training has changed comes back, unless a flag changes it now.
+                    group |= {k: v for k, v in last.items() if group.get(k) == first.get(k)}
+        if scaler.is_enabled() and state["scaler"]:  # empty if the dtype was another
+            scaler.load_state_dict(state["scaler"])
 
     def start(self, config: Any, step: int):
         """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
@@ -139,13 +155,13 @@ class RunDirectory:
             return
         with writing(self.path / "config.toml"):
             self.path.mkdir(parents=True, exist_ok=True)
-            self.take_lock()
+            self.lock = self.lock or lock_directory(self.path)
             if step == 0 and list_checkpoints(self.path):
                 old = self.path.with_name(f"{self.path.name}.old")
                 shutil.rmtree(old, ignore_errors=True)
                 self.path.rename(old)  # with the lock in it
                 self.lock.release()
-                self.path.mkdir(exist_ok=True)
+                self.path.mkdir()
                 self.lock = lock_directory(self.path)
                 print(f"the run that was in {self.path} is now in {old}")
             for path in self.path.glob(".checkpoint-*"):  # half written, or half deleted
@@ -155,7 +171,6 @@ class RunDirectory:
             kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
             replace(log, b"".join(kept))
             replace(self.path / "config.toml", as_preset(config).encode())
-        print(f"checkpoints: {self.path / 'checkpoint-N'}")
 
     def save(self, metrics, model, full_model, optimizers, scaler, progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
@@ -163,8 +178,10 @@ class RunDirectory:
         if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
-        state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
+        state |= {"data": data.fingerprint, "code": self.code, "scaler": scaler.state_dict()}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
+        now = map(settings_of, optimizers)
+        state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
         if not self.processes.is_main:
             return
         final = self.path / f"checkpoint-{metrics['step']}"
@@ -192,10 +209,15 @@ class RunDirectory:
 
 def as_preset(config: Any) -> str:
     """Return a run's settings as TOML, whose strings and numbers are written like JSON's."""
-    left_out = START_FLAGS | {"out_dir", "vocab_size"}
-    kept = {k: v for k, v in asdict(config).items() if k not in left_out and v is not None}
+    kept = {k: v for k, v in asdict(config).items() if k not in START_FLAGS and v is not None}
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in kept.items()]
     return "\n".join(["# A preset: the settings of this run at its last start.", *lines, ""])
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Return the numbers of its groups, such as the learning rate."""
+    groups = optimizer.param_groups
+    return [copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in groups]
 
 
 def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
@@ -206,20 +228,18 @@ def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
         return value.cpu() if isinstance(value, torch.Tensor) else value
 
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return {names[p]: {k: whole(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+    return {names[p]: tree_map(whole, state) for p, state in optimizer.state.items()}
 
 
-def load_states(model, optimizers: list[torch.optim.Optimizer], scaler, state: dict[str, Any]):
-    """Load the states of a resumed run's optimizers and GradScaler, sharded like the parameters.
-    Settings stay as they are. A parameter without a saved state starts without one."""
-    if not state:
-        return
+def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: dict[str, dict]):
+    """Load what full_state returned, sharded like the parameters, each number in its own dtype:
+    Optimizer.load_state_dict would cast it. A parameter without a saved state starts without."""
+
+    def place(value, parameter):
+        tensor = isinstance(value, torch.Tensor)
+        return shard(value, parameter).to(parameter.device) if tensor else value
+
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        states, params = {}, (p for group in optimizer.param_groups for p in group["params"])
-        for i, p in enumerate(params):
-            if names[p] in saved:
-                states[i] = {key: shard(value, p) for key, value in saved[names[p]].items()}
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
-    if scaler.is_enabled() and state["scaler"]:  # empty if the dtype was another
-        scaler.load_state_dict(state["scaler"])
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if names[p] in state:
+            optimizer.state[p] = tree_map(partial(place, parameter=p), state[names[p]])

@@ -261,11 +261,11 @@ def test_the_next_line_can_be_pasted(name, characters, tmp_path):
     """Its name in quotes where that is needed; sequences are as short as the text wants them."""
     (tmp_path / f"{name}.txt").write_text(TEXT[:characters], encoding="utf-8")
     output = output_of("prepare.py", f"{name}.txt", cwd=tmp_path)
-    python, *command = shlex.split(re.search("next: (.*)", output)[1])
+    python, *command = shlex.split(re.search("(?i)next: (.*)", output)[1])
     assert python == "python" and f"--dataset={name}" in command
     size = ["--n_layer=1", "--n_head=1", "--n_embd=8", "--minutes=0.01", "--curves=False"]
     output = output_of(*command, *size, cwd=tmp_path)
-    python, *command = shlex.split(re.search("next: (.*)", output)[1])
+    python, *command = shlex.split(re.search("(?i)next: (.*)", output)[1])
     assert len(output_of(*command, "--max_new_tokens=5", cwd=tmp_path)) >= 5
 
 

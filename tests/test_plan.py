@@ -353,7 +353,7 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     done = run_script("train.py", *flags, cwd=here, OMP_NUM_THREADS="1")  # the time is a process's
     assert done.returncode == 0, done.stderr
     output = done.stdout.decode()
-    took = int(re.search(r"^(\d+) s; next: python sample.py out/mine$", output, re.M)[1])
+    took = int(re.search(r"^Done in (\d+) s\.", output, re.M)[1])
     assert 1 < took < 1.1 * (time.monotonic() - start)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
     assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and "minutes" not in config
@@ -367,7 +367,7 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
         f"{config['dropout']:g}, learning_rate 0.01, muon_lr 0.04{early}\n"
     ) in output
     assert (here / f"out/mine/checkpoint-{steps}").is_dir()
-    assert f"step {steps}: training loss" in output
+    assert f"step {steps}/{steps} | validation" in output
 
 
 def test_the_time_is_counted_from_the_programs_start():

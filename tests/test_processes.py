@@ -150,7 +150,7 @@ def test_a_second_signal_ends_a_single_process_at_once(number, monkeypatch):
 def test_two_processes_give_the_weights_of_one(here):
     """The same micro-batches with the same dropout; the losses of the log are those of all, also if
     they have other numbers of targets."""
-    flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=2", "--dropout=0.3"]
+    flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=4", "--dropout=0.3"]
     flags += ["--max_iters=3"]
     options = {"cwd": here, "FLOAT64": "1", "MASKED": "1"}
     two = torchrun("script.py", *flags, "--out_dir=out/two", **options)
@@ -161,7 +161,7 @@ def test_two_processes_give_the_weights_of_one(here):
     assert_close(losses(here / "out/one"), losses(here / "out/two"), 1e-12)
     entry = json.loads((here / "out/two/log.jsonl").read_text().splitlines()[0])
     tokens = entry["tokens_per_s"] * entry["ms"] / 1000  # of all processes
-    assert tokens == pytest.approx(2 * 2 * 16, rel=1e-6)
+    assert tokens == pytest.approx(2 * 4 * 16, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -248,8 +248,8 @@ def test_torchrun_that_is_stopped_saves_and_goes_on(here):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    stopped = re.search(r"stopped at step (\d+); next: torchrun .* --out_dir=out/run", output)
-    assert stopped and output.count("stopped at step") == 1
+    stopped = re.search(r"Stopped at step (\d+).\nNext: torchrun .* --out_dir=out/run", output)
+    assert stopped and output.count("Stopped at step") == 1
     assert list_checkpoints(run)[-1].name == f"checkpoint-{stopped[1]}"
     flags = ["--out_dir=out/run", "--resume", f"--max_iters={int(stopped[1]) + 5}"]
     output_of("train.py", *flags, cwd=here)
@@ -273,7 +273,7 @@ def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
     finish(two("dead", "1 12 SIGKILL"), code=1)
     assert time.monotonic() - started < 60  # 30 and the start of a busy machine
     assert list_checkpoints(here / "out/dead")[-1].name == "checkpoint-10"
-    assert finish(two("stopped", "1 12 SIGTERM"), code=1).count("stopped at step 13") == 1
+    assert finish(two("stopped", "1 12 SIGTERM"), code=1).count("Stopped at step 13") == 1
     assert "from step 13" in finish(two("stopped", "9 9 SIGKILL"))
     assert largest_difference(weights(here / "out/whole"), weights(here / "out/stopped")) == 0
     assert losses(here / "out/whole") == losses(here / "out/stopped")

@@ -1,16 +1,27 @@
 """What a run reports: its log, lines, TensorBoard's files, loss.png, Weights & Biases."""
 
-import importlib.util
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gptling.report import Report, draw_curves
+from gptling.report import Report, draw_curves, print_header, sample_lines
 from gptling.run import Progress
 from model import GPT, GPTConfig
 from tests.conftest import TINY, one_process, output_of, run_here
 from train import TrainConfig
+
+
+def read_log(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").split("\n")[:-1]]
+
+
+def report_of(out_dir, model=None, processes=None, step=0, **settings):
+    config = TrainConfig(out_dir=str(out_dir), curves=False, **settings)
+    model = model or GPT(GPTConfig(8, 11, 1, 2, 4))
+    return Report(config, processes or one_process(), Progress(step=step), model)
 
 
 def test_tensorboard_and_a_picture_show_what_the_log_says(here):
@@ -23,8 +34,7 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here):
     output_of("train.py", *flags, cwd=here)
     output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=30", cwd=here)
     run = here / "out" / "mine"
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    events = EventAccumulator(str(run / "tensorboard"))
+    log, events = read_log(run), EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     names = "loss val_loss train_loss bits_per_byte val_tokens lr muon_lr norm tokens_per_s ms "
     names = (names + "seconds").split()
@@ -58,18 +68,27 @@ def test_weights_and_biases_takes_the_log_without_network(here):
     assert b"val_loss" in file.read_bytes()
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "matplotlib"])
-def test_what_is_not_installed_is_left_out(here, package, monkeypatch, train_here):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *a: None if name == package else found(name, *a)
-    )
-    flags = ["--dataset=mine", *TINY, "--max_iters=2", "--curves=True"]
-    process = run_here("train.py", *flags, cwd=here)
-    assert process.returncode == 0, process.stderr
-    for name, file in {"tensorboard": "tensorboard", "matplotlib": "loss.png"}.items():
-        shown = name != package and found(name) is not None
-        assert (here / "out" / "mine" / file).exists() == shown
+def test_an_optional_package_that_fails_does_not_end_the_run(here, monkeypatch, train_here):
+    """A line says so, once. One that is not installed is left out. The checkpoint comes first."""
+    checkpoint_is_there = []
+
+    def broken(*_, **__):
+        checkpoint_is_there.append((here / "out/mine/checkpoint-5").is_dir())
+        raise SystemError("built for another numpy\nand more")
+
+    for module in ("wandb", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(init=broken))
+    monkeypatch.setattr("train.find_spec", lambda name: True)
+    monkeypatch.setattr("gptling.report.draw_curves", broken)
+    flags = ["--dataset=mine", *TINY, "--max_iters=10", "--eval_interval=5", "--curves=True"]
+    for installed in (True, False):
+        monkeypatch.setattr("gptling.report.find_spec", lambda name, found=installed: found)
+        process = run_here("train.py", *flags, "--wandb", "--overwrite", cwd=here)
+        assert process.returncode == 0, process.stderr
+        said = [s for s in process.stdout.decode().splitlines() if "continues without" in s]
+        assert len(said) == (3 if installed else 1)
+        assert "the run continues without wandb: SystemError: built for another numpy" in said
+    assert checkpoint_is_there == [True] * 3  # wandb, the picture, wandb
 
 
 def test_the_log_has_seconds_since_the_start(tmp_path):
@@ -78,64 +97,114 @@ def test_the_log_has_seconds_since_the_start(tmp_path):
     output_of("prepare.py", "grüße.txt", cwd=tmp_path)
     flags = ["--dataset=grüße", *TINY, "--log_interval=1"]
     output_of("train.py", *flags, cwd=tmp_path)
-    run = tmp_path / "out/grüße"
     output_of("train.py", "--out_dir=out/grüße", "--resume", "--max_iters=25", cwd=tmp_path)
-    text = (run / "log.jsonl").read_text("utf-8")
-    log = [json.loads(line) for line in text.split("\n")[:-1]]
+    log = read_log(tmp_path / "out/grüße")
     seconds = [entry["seconds"] for entry in log]
     assert len(seconds) == 25 + 3 and seconds == sorted(seconds) and 0 < seconds[0] < 60
     n = json.loads((tmp_path / "data/grüße/meta.json").read_text())["val"]["tokens"]
     assert {entry["val_tokens"] for entry in log if "val_loss" in entry} == {n - 1}
 
 
-def test_what_a_line_says_of_time_is_of_the_steps_since_the_last_one(tmp_path, capsys, monkeypatch):
-    """Five at first, of a run that was stopped between two lines."""
+def test_the_first_lines_say_what_is_trained_on_what(capsys):
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    n = sum(p.numel() for p in model.parameters())
+    data = SimpleNamespace(n_tokens=12_800, val=[0] * 2000)
+    sizes = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 4, "max_iters": 1000}
+    config = TrainConfig(**sizes, batch_size=4, gradient_accumulation_steps=2, out_dir="out/a")
+    for step, count, rest in ((0, f"{n} parameters", ""), (7, f"4 of {n} param", ", from step 7")):
+        print_header(config, one_process(), Progress(step=step), model, data, "float32")
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "data:  12,800 tokens to train on, 2,000 to validate on"
+        assert lines[1].startswith(f"model: {count}")
+        assert lines[1].endswith(", 1 layers, 2 heads, width 4, context 8")
+        assert lines[2] == "run:   1,000 steps of 64 tokens (5.0 epochs), saved in out/a"
+        assert lines[3] == f"       cpu, float32{rest}"
+        model.requires_grad_(False)
+        model.ln_f.weight.requires_grad_()
+
+
+def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatch):
+    """Of five steps at first. A line is printed at the first step, then every ten seconds. A log
+    entry is written every ten steps. Steps that become slow are explained once, evaluations not."""
     clock = [1000.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     sizes = {"batch_size": 4, "gradient_accumulation_steps": 2, "block_size": 16}
-    config = TrainConfig(**sizes, max_iters=107, out_dir=str(tmp_path), curves=False)
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    report = Report(config, one_process(), Progress(step=95), model, 1000, "float32")
-    for step in (100, 107):
-        clock[0] += 10.0
-        report.training(step, {"loss": 2.0}, {"lr": 1e-3, "norm": 1.0})
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [entry["ms"] for entry in log] == pytest.approx([10_000 / 5, 10_000 / 7])
-    assert [entry["tokens_per_s"] for entry in log] == pytest.approx([64, 128 * 0.7])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    assert lines[0].endswith("2000 ms, 64 tokens/s, 14 s left")
-    assert lines[1].endswith("1429 ms, 90 tokens/s, 0 s left")
+    report = report_of(tmp_path, step=95, max_iters=1007, **sizes)
+
+    def lines_of(step, seconds):
+        with report.paused():
+            clock[0] += 100
+        report.line_time += 100
+        clock[0] += seconds
+        if report.due(step):
+            report.training(step, {"loss": 2.0}, {"lr": 1e-3, "norm": 1.0})
+        return capsys.readouterr().out.splitlines()
+
+    start, pace = "| loss 2.000 | lr 1.00e-03 | norm 1.00", "2000 ms | 64 tokens/s"
+    assert lines_of(100, 10.0) == [f"step  100/1007 {start} | {pace} | 1,814 s left"]
+    assert lines_of(105, 9.9) == lines_of(110, 0.05) == []
+    assert lines_of(115, 5.0) == [f"step  115/1007 {start} | 1000 ms | 128 tokens/s | 892 s left"]
+    assert lines_of(120, 9.0) == []
+    assert lines_of(130, 9.0 * 10)[1:] == [
+        "steps take 9 times as long as the fastest: if the machine is busy, resume with "
+        "GOMP_SPINCOUNT=1000 set"
+    ]
+    assert len(lines_of(140, 9.0 * 20)) == 1
+    log = read_log(tmp_path)
+    assert [entry["step"] for entry in log] == [100, 110, 120, 130, 140]
+    assert log[0]["ms"] == 2000 and log[0]["tokens_per_s"] == 64
+
+
+def test_an_evaluation_is_a_line_and_a_sample_continues_the_validation_text(
+    trained, tmp_path, capsys
+):
+    from gptling.dataset import Dataset
+
+    report = report_of(tmp_path, max_iters=20)
     for best in (True, False):
-        report.evaluation(dict(step=1, train_loss=2.0, val_loss=1, bits_per_byte=1), best)
-        assert (" (best)\n" in capsys.readouterr().out) == best
+        report.evaluation(dict(step=5, train_loss=2.0, val_loss=1, bits_per_byte=0.5), best)
+        line = "step  5/20 | validation 1.000 nats per token, 0.500 bits per byte"
+        assert capsys.readouterr().out == line + " (best)" * best + "\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(trained)
+        data = Dataset("mine", 16)
+    model = GPT(GPTConfig(64, data.tokenizer.n_vocab, 1, 2, 4))
+    lines = sample_lines(model, data, 0, one_process())
+    words, text = lines[0].split(" | ")
+    start = " ".join(data.tokenizer.decode(data.val[:200].tolist()).split())
+    assert start.startswith(words + " ") and len(words.split()) == 4 and text and len(lines) <= 2
+    assert model.training and lines == sample_lines(model, data, 0, one_process())
+    report.sample(lines)
+    assert capsys.readouterr().out.splitlines() == [f"{'':10} | {line}" for line in lines]
 
 
-def test_the_last_line_can_be_pasted(tmp_path, capsys):
-    """A run that is stopped in its last step is not to be resumed: train.py would refuse that."""
+def test_the_last_lines_can_be_pasted(tmp_path, capsys):
     out_dir = tmp_path / "my run"
-    config = TrainConfig(max_iters=20, out_dir=str(out_dir), curves=False)
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    for step, stopped, words in (
-        (19, True, f"stopped at step 19; next: python train.py --out_dir='{out_dir}' --resume"),
-        (20, True, f"7 s; next: python sample.py '{out_dir}'"),
-        (20, False, f"7 s; next: python sample.py '{out_dir}'"),
+    (out_dir / "checkpoint-10").mkdir(parents=True)
+    metrics = {"step": 10, "val_loss": 1.5, "bits_per_byte": 1.23456}
+    (out_dir / "checkpoint-10/metrics.json").write_text(json.dumps(metrics))
+    sample = f"python sample.py '{out_dir}'"
+    done = f"Done in 7 s. Best: 1.235 bits per byte, saved in {out_dir}/checkpoint-10"
+    mine = "python prepare.py my.txt && python train.py --dataset=my --minutes=5"
+    stopped = ["Stopped at step 12.", f"Next: python train.py --out_dir='{out_dir}' --resume"]
+    for stop, dataset, words in (
+        (False, "mine", [done, f"Next: {sample}", f"      {sample} --interactive"]),
+        (False, "quickstart", [done, f"Next: {sample}", f"      {mine}"]),
+        (True, "mine", stopped),
     ):
-        report = Report(config, one_process(), Progress(), model, 1, "float32")
-        report.close(step, stopped, seconds=7.2)
-        assert capsys.readouterr().out.splitlines()[-1] == words
+        report_of(out_dir, step=12, max_iters=20, dataset=dataset).close(stop, seconds=7.2)
+        assert capsys.readouterr().out.splitlines() == ["", *words]
 
 
-def test_utilisation_is_that_of_one_gpu(tmp_path, capsys, monkeypatch):
+def test_utilisation_is_that_of_one_gpu(tmp_path, monkeypatch):
     """6 FLOPs per parameter and token, of the tokens that one of the processes trains on."""
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     processes = one_process()
     processes.device, processes.world_size = "cuda", 2
-    config = TrainConfig(batch_size=1000, block_size=1000, out_dir=str(tmp_path), curves=False)
     model = torch.nn.Linear(10_000, 1000, bias=False)
-    report = Report(config, processes, Progress(), model, 1, "bfloat16")
+    report = report_of(tmp_path, model, processes, batch_size=1000, block_size=1000)
     clock[0] = 10.0
     report.training(10, {"loss": 2.0}, {"lr": 1e-3, "norm": 1.0})  # a million tokens a second
-    log = json.loads((tmp_path / "log.jsonl").read_text())
-    assert log["mfu"] == pytest.approx(6 * 1e7 * 5e5 / 312e12)
+    assert read_log(tmp_path)[0]["mfu"] == pytest.approx(6 * 1e7 * 5e5 / 312e12)

@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from dataclasses import asdict, fields, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,10 +22,20 @@ from gptling.cli import UserError
 from gptling.files import lock_directory
 from gptling.run import RunDirectory, list_checkpoints, load_training_state, resumed_config, step_of
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, one_process, output_of, run_here, run_script, weights
+from tests.conftest import (
+    ROOT,
+    TINY,
+    one_line,
+    one_process,
+    output_of,
+    run_here,
+    run_script,
+    weights,
+)
 from train import FIXED, TrainConfig, configure_optimizers
 
 COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
+STEP = ("batch_size", "gradient_accumulation_steps")
 RESUME = ["--out_dir=out/mine", "--resume"]
 
 
@@ -117,7 +128,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(here, number, opt
     process.send_signal(getattr(signal, number))
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + getattr(signal, number)
-    assert b"next: python train.py --out_dir=out/parts --resume" in output
+    assert b"Next: python train.py --out_dir=out/parts --resume" in output
     stopped = list_checkpoints(here / "out" / "parts")[-1]
     assert 0 < step_of(stopped) < 400
     output_of("sample.py", stopped, "--max_new_tokens=5", cwd=here)
@@ -135,7 +146,7 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
     monkeypatch.setattr("train.StopSignals.received", lambda _: next(signals, 0))
     process = train(*flags, cwd=here)
     assert process.returncode == 128 + signal.SIGTERM
-    assert b"stopped at step 13; next: python train.py --out_dir=out/mine" in process.stdout
+    assert b"Stopped at step 13.\nNext: python train.py --out_dir=out/mine --r" in process.stdout
     assert b"from step 13" in train(*RESUME, cwd=here).stdout
     assert_equal_runs(here / "out/whole", here / "out/mine", 20)
 
@@ -152,7 +163,7 @@ def test_auto_resume_begins_without_a_checkpoint_and_continues_with_one(trained,
     assert_equal_runs(trained / "out" / "mine", run, 20)
     assert not list(run.glob(".checkpoint-*"))
     output = output_of("train.py", *flags, "--out_dir=out/new", cwd=finished)
-    assert "from step" not in output and "checkpoints: out/new/checkpoint-N" in output
+    assert "from step" not in output and "saved in out/new\n" in output
     assert_equal_runs(trained / "out" / "mine", finished / "out" / "new", 20)
 
 
@@ -171,6 +182,7 @@ def saver(directory):
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
     scaler, config = torch.amp.GradScaler("cpu", enabled=False), TrainConfig(keep_last=1)
+    run.restore(config, model, [], scaler, {})
     progress = runs.Progress()
     return lambda metrics: run.save(metrics, model, model, [], scaler, progress, config, data)
 
@@ -223,19 +235,15 @@ def test_a_reason_why_checkpoints_are_no_gpt2s_is_printed_once(tmp_path, monkeyp
     assert said == ["no biases", "other norms"]
 
 
-@pytest.mark.parametrize("size", [None, 0, 0.5], ids=["missing", "empty", "cut"])
 @pytest.mark.parametrize("name", ["training_state.pt", "model.safetensors"])
-def test_a_file_that_cannot_be_read_is_named_with_the_way_out(finished, name, size, train_here):
-    file = finished / "out" / "mine" / "checkpoint-20" / name
-    content = file.read_bytes()
-    file.unlink()
-    if size is not None:
-        file.write_bytes(content[: int(size * len(content))])
-    process = train(*RESUME, "--max_iters=21", cwd=finished)
-    error = process.stderr.decode()
-    assert process.returncode == 1 and error.count("\n") == 1
-    assert f"out/mine/checkpoint-20/{name}: cannot be read" in error
-    assert "delete that folder to go on from the one before" in error
+@pytest.mark.parametrize("size", [0, 0.5])
+def test_a_checkpoint_that_cannot_be_read_can_be_deleted(finished, name, size, train_here):
+    file = finished / "out/mine/checkpoint-20" / name
+    file.write_bytes(file.read_bytes()[: int(size * file.stat().st_size)])
+    error = one_line(train(*RESUME, "--max_iters=21", cwd=finished), str(file)[-30:])
+    assert re.search("delete (the|that) folder to .* the checkpoint before", error)
+    shutil.rmtree(file.parent)
+    assert b"from step 10" in train(*RESUME, cwd=finished).stdout
 
 
 def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):
@@ -251,7 +259,7 @@ def test_a_pickle_that_runs_code_is_refused_and_nothing_runs(finished):
         assert not (finished / "ran").exists()
         torch.save({"format": Evil()}, checkpoint / "training_state.pt")
     torch.save({"format": 2}, checkpoint / "training_state.pt")
-    with pytest.raises(UserError, match=r"format 2, not 3; .* --init_from="):
+    with pytest.raises(UserError, match=r"format 2, not 4: .* --init_from="):
         load_training_state(checkpoint)
 
 
@@ -278,7 +286,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
 
 @pytest.mark.parametrize(
     "flag, value",
-    [(name, 99) for name in sorted(FIXED - {"init_from", "optimizer", "bias"})]
+    [(name, 99) for name in sorted(FIXED - {"init_from", "optimizer", "bias", *STEP})]
     + [("bias", True), ("optimizer", "adamw"), ("init_from", "out/other")],
 )
 def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
@@ -291,13 +299,23 @@ def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys
     once = {"allow_changed_data": True, "allow_changed_model": True, "minutes": 2.0}
     saved = asdict(TrainConfig(max_iters=7)) | once | {"overwrite": True, "ema": 0.9}
     del saved["keep_last"]  # a setting that the run does not have yet
-    assert resumed_config(TrainConfig(), saved, {}, FIXED) == TrainConfig(max_iters=7)
-    said = ["ema: 0.9 in the run, unknown to this code", "keep_last: not set -> 2"]
+    now = TrainConfig(resume=True, allow_changed_model=True)
+    assert resumed_config(now, saved, {}, FIXED) == replace(now, max_iters=7)
+    assert capsys.readouterr().out == "ema: 0.9 in the run, unknown to this code\n"
+
+
+@pytest.mark.parametrize("batch_size, steps, allowed", [(16, 2, True), (32, 2, False)])
+def test_a_step_may_be_cut_into_other_micro_batches(batch_size, steps, allowed, capsys):
+    """Of as many sequences: 32."""
+    saved = asdict(TrainConfig(batch_size=32, gradient_accumulation_steps=1))
+    given = {"batch_size": batch_size, "gradient_accumulation_steps": steps}
+    if not allowed:
+        with pytest.raises(UserError, match=r"is 64: the run has 32; leave both out"):
+            resumed_config(TrainConfig(), saved, given, FIXED)
+        return
+    assert resumed_config(TrainConfig(), saved, given, FIXED) == replace(TrainConfig(), **given)
+    said = ["batch_size: 32 -> 16", "gradient_accumulation_steps: 1 -> 2"]
     assert capsys.readouterr().out.splitlines() == said
-    saved["schedule"] = "restarts"
-    with pytest.raises(UserError, match=r"schedule is 'restarts' in the run.*'cosine', 'linear'"):
-        resumed_config(TrainConfig(), saved, {}, FIXED)
-    assert resumed_config(TrainConfig(), saved, {"schedule": "cosine"}, FIXED).max_iters == 7
 
 
 def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
@@ -353,9 +371,7 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
     assert train(*flags, "--seed=2", cwd=finished).returncode == 0
     assert contents(finished / "out/mine.old") == new
     second = RunDirectory(run, one_process())  # the lock of the new directory, not of the moved one
-    second.take_lock()
-    with pytest.raises(UserError, match="another process"):
-        lock_directory(run)
+    second.lock = lock_directory(run)
     second.start(TrainConfig(), 0)
     with pytest.raises(UserError, match="another process"):
         lock_directory(run)
@@ -366,32 +382,95 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
 # ---------------------------------------------------------------- the state of optimizers
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "another", "other groups"])
-def test_the_state_of_any_optimizer_continues_by_names(optimizer):
-    """Whatever the groups and their order."""
+class Optimizer(torch.optim.Optimizer):
+    """Sign descent, whose steps depend on states of all kinds and on a number of its groups."""
 
-    def make(model, again):
-        if optimizer == "another":
-            return [torch.optim.Rprop(model.parameters())]
-        if optimizer == "other groups":
-            params = list(model.parameters())
-            groups = [{"params": params[:3]}, {"params": params[3:]}]
-            return [torch.optim.AdamW(params[::-1] if again else groups, weight_decay=0.1)]
-        return configure_optimizers(model, TrainConfig(optimizer=optimizer))
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2, "decay": 0.1, "warm": 1.0})
 
-    idx, scaler, models = torch.arange(8)[None], torch.amp.GradScaler("cpu", enabled=False), []
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["warm"] *= 0.9
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["exact"] = torch.zeros_like(p, dtype=torch.float64)
+                    state["short"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                    state["factors"], state["n"] = [torch.ones(1, dtype=torch.int8)], 0
+                state["n"] += 1
+                state["factors"][0] += 1
+                state["exact"] += p.grad.double() / 3
+                state["short"] += p.grad
+                size = group["warm"] * group["lr"] * state["n"] * state["factors"][0]
+                p -= size * (state["exact"].sign().float() + state["short"].sign())
+                p -= group["decay"] * p
+
+
+def make_optimizers(kind, model, again=False):
+    params = list(model.parameters())
+    if kind == "any":
+        return [Optimizer(params)]
+    if kind == "other groups":
+        groups = [{"params": params[:3]}, {"params": params[3:]}]
+        return [torch.optim.AdamW(params[::-1] if again else groups, weight_decay=0.1)]
+    return configure_optimizers(model, TrainConfig(optimizer=kind))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "any", "other groups"])
+def test_the_state_of_any_optimizer_continues_as_it_was(kind, tmp_path, capsys):
+    """By names, whatever the groups and their order; stored, and each number in its dtype."""
+    idx, scaler, ends = torch.arange(8)[None], torch.amp.GradScaler("cpu", enabled=False), []
+    data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
+    config = TrainConfig()
     for stop in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(8, 11, 1, 2, 4))
-        optimizers = make(model, again=False)
+        optimizers = make_optimizers(kind, model)
+        run = RunDirectory(tmp_path, one_process())
+        run.restore(config, model, optimizers, scaler, {})
         for step in range(4):
             if stop and step == 2:
-                saved = [runs.full_state(each, model) for each in optimizers]
-                optimizers = make(model, again=True)
-                runs.load_states(model, optimizers, scaler, {"optimizers": saved, "scaler": {}})
+                rest = runs.Progress(), config, data
+                run.save({"step": 2}, model, model, optimizers, scaler, *rest)
+                optimizers = make_optimizers(kind, model, again=True)
+                state = load_training_state(tmp_path / "checkpoint-2")
+                run.restore(config, model, optimizers, scaler, state)
             model(idx, idx)[1].backward()
             for each in optimizers:
                 each.step()
                 each.zero_grad()
-        models.append(model)
-    assert_equal(*(model.state_dict() for model in models))
+        ends.append(([runs.full_state(each, model) for each in optimizers], model.state_dict()))
+    assert "changed" not in capsys.readouterr().out
+    assert_equal(ends[0][1], ends[1][1])
+    for its, others in zip(ends[0][0], ends[1][0], strict=True):
+        assert its.keys() == others.keys() and its
+        for name in its:
+            assert_equal(its[name], others[name])
+            assert {k: getattr(v, "dtype", type(v)) for k, v in its[name].items()} == {
+                k: getattr(v, "dtype", type(v)) for k, v in others[name].items()
+            }
+
+
+def test_what_is_not_as_in_the_run_is_printed_and_another_optimizer_starts_without_a_state(
+    finished, monkeypatch, capsys
+):
+    """The code of train.py and model.py and the optimizers' classes. Flags change settings."""
+    state = load_training_state(finished / "out/mine/checkpoint-20")
+    scaler, model = torch.amp.GradScaler("cpu", enabled=False), GPT(GPTConfig(16, 26, 2, 2, 16))
+    run = RunDirectory(finished / "out/mine", one_process())
+    restore = partial(run.restore, TrainConfig(), model, scaler=scaler, state=state)
+    for optimizers, changed in (
+        (configure_optimizers(model, TrainConfig(weight_decay=0.3)), ""),
+        ([Optimizer(model.parameters())], "changed since that checkpoint: optimizers\n"),
+    ):
+        restore(optimizers=optimizers)
+        assert capsys.readouterr().out == changed
+        assert all(bool(each.state) == (not changed) for each in optimizers)
+    adamw = configure_optimizers(model, TrainConfig(weight_decay=0.3))
+    restore(optimizers=adamw)
+    assert [g["weight_decay"] for o in adamw for g in o.param_groups] == [0.3, 0.0, 0.3]
+    state["code"] |= {"train.py": "another", "model.py": "another"}
+    capsys.readouterr()
+    restore(optimizers=adamw)
+    assert capsys.readouterr().out == "changed since that checkpoint: train.py, model.py\n"
