@@ -4,9 +4,7 @@ What a logit is, and what a token's loss, say `model.logits` and `model.losses` 
 
 import copy
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -51,9 +49,7 @@ class LossesInPieces(torch.autograd.Function):
         return grad_logits, None, None, None
 
 
-def loss_in_pieces(
-    to_logits: Callable, losses: Callable, x: torch.Tensor, targets: torch.Tensor, rows: int = 0
-) -> torch.Tensor:
+def loss_in_pieces(to_logits, losses, x: torch.Tensor, targets: torch.Tensor, rows: int = 0):
     """losses(to_logits(x), targets), (B T,), for GPT.loss_in_pieces: hidden states x (B, T, C),
     targets (B, T); to_logits gives (B, T, V), losses (N,) from `rows` of (N, V) and (N,)."""
     if torch.compiler.is_compiling():  # a compiler fuses the whole of it
@@ -93,7 +89,7 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
         except (AttributeError, TypeError, RuntimeError):  # forward or autograd needs the logits
             pieces = math.nan * plain
     if not torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7):
-        print("chunked loss disabled: forward() computes a different loss; it uses more memory")
+        print("chunked loss disabled: forward() has another loss or gradient; it uses more memory")
         return
     # Out of the compiled graph pieces differentiate inside. That imports the compiler, in a second.
     free = torch.cuda.mem_get_info()[0] if rows and torch.cuda.is_available() else 0
@@ -108,13 +104,13 @@ def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Te
     _, loss, *terms = output
     terms = terms[0] if terms else {}
     named = isinstance(terms, dict) and "loss" not in terms
-    if not named or not all(isinstance(t, torch.Tensor) and t.dim() == 0 for t in terms.values()):
-        third = "forward() in model.py returns a third value"
-        raise UserError(f"{third}, {terms!r:.50}: give {{name: scalar tensor}}, no name being loss")
+    if not named or any(getattr(term, "shape", None) != () for term in terms.values()):
+        remedy = "give {name: scalar tensor}, no name being loss"
+        raise UserError(f"forward() in model.py returns a third value, {terms!r:.50}: {remedy}")
     return sum(terms.values(), start=loss), {"loss": loss} | terms
 
 
-def check_finite(what: str, value: float, step: int, config: Any):
+def check_finite(what: str, value: float, step: int, config):
     """Raise UserError if a loss or a norm is NaN or infinite."""
     if not math.isfinite(value):
         remedy = f"lower --learning_rate={config.learning_rate} or --grad_clip={config.grad_clip}"

@@ -11,23 +11,15 @@ import torch
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon, with equal matrices orthogonalised in one batch (else a small model's step
-    takes half as long again), in `dtype` (a CPU without bfloat16 takes 28 times as long in it).
+    """torch.optim.Muon, which orthogonalises equal matrices in one batch, in `dtype`.
 
     A parameter of three dimensions is a stack of matrices. One with an attribute `matrices`, a list
-    of numbers of rows, is so many matrices on top of each other, as queries, keys and values are
-    (as one matrix they take a few in a hundred steps more). One without a gradient is left out.
-    Of sharded ones each process gathers the whole, weights and updates of all at once."""
+    of numbers of rows, is so many matrices on top of each other, as queries, keys and values are.
+    One without a gradient is left out. Each process gathers all sharded weights and updates."""
 
     def __init__(self, params, dtype: torch.dtype, lr=0.02, momentum=0.95, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype = dtype
-        for group in self.param_groups:
-            names = group.get("param_names", ["a parameter"] * len(group["params"]))
-            for p, name in zip(group["params"], names, strict=True):
-                rows = getattr(p, "matrices", [p.size(-2)])
-                if sum(rows) != p.size(-2):
-                    raise ValueError(f"{name} has {p.size(-2)} rows, but .matrices = {rows}")
 
     @torch.no_grad()
     def step(self):
@@ -35,7 +27,7 @@ class Muon(torch.optim.Optimizer):
             lr, momentum = group["lr"], group["momentum"]
             batches = {}  # (rows, columns): [(weight, update)], parts of parameters
             gathered = []  # (sharded parameter, the whole of it)
-            for p in group["params"]:
+            for i, p in enumerate(group["params"]):
                 if p.grad is None:
                     continue
                 if not self.state[p]:
@@ -46,7 +38,10 @@ class Muon(torch.optim.Optimizer):
                 if hasattr(p, "full_tensor"):
                     weight, update = p.full_tensor(), update.full_tensor()
                     gathered.append((p, weight))
-                rows = getattr(p, "matrices", p.size(-2))
+                rows = getattr(p, "matrices", [p.size(-2)])
+                if sum(rows) != p.size(-2):
+                    name = group.get("param_names", group["params"])[i]
+                    raise ValueError(f"{name} has {p.size(-2)} rows, but .matrices = {rows}")
                 parts = (t.split(rows, dim=-2) for t in (weight, update))
                 for part in zip(*parts, strict=True):
                     batches.setdefault(part[0].shape[-2:], []).append(part)
@@ -64,36 +59,28 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(x: torch.Tensor, steps: int = 5, exact: bool = False) -> torch.Tensor:
-    """About U V^T of each x = U S V^T, (n, rows, columns), by Newton-Schulz's iteration. From x
-    with singular values of at most 1, a step is, with the Gram matrix x x^T:
-
-        x = (a + b gram + c gram^2) x
-
-    If x is long, its Gram matrix is smaller, and several steps are done in that (Zhang et al.
-    2026). Rounding errors grow by a^2 = 12 a step. So bfloat16 and TF32 compute the Gram matrix
-    again after three steps, and of a short x, with few singular values to share its norm, after
-    each. exact: whether matmuls are in full float32, which never needs that."""
+    """About U V^T of each x = U S V^T, (n, rows, columns), by steps of Newton-Schulz's iteration,
+    x = (a + b gram + c gram^2) x, with the Gram matrix x x^T. That of a long x is smaller than x,
+    and several steps are done in it alone (Zhang et al. 2026). Each multiplies rounding errors by
+    a^2 = 12. So it is computed again after three steps, and, of a short x, with few singular values
+    to share its norm, after each. exact: matmuls are in full float32, which never needs that."""
+    a, b, c = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # the smaller matmul of the two
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     rows, columns = x.shape[1:]
     at_once = 1 if rows == columns else 5 if exact else 1 if rows < 64 else 3
     for first in range(0, steps, at_once):
-        x = steps_as_matrix(x @ x.mT, min(at_once, steps - first)) @ x
+        gram, product = x @ x.mT, None
+        end = min(first + at_once, steps)
+        for step in range(first, end):
+            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            factor.diagonal(dim1=1, dim2=2).add_(a)
+            product = factor if product is None else factor @ product
+            if step + 1 < end:
+                gram = factor @ gram @ factor  # that of factor x
+        x = product @ x
     return x.mT if tall else x
-
-
-def steps_as_matrix(gram: torch.Tensor, steps: int) -> torch.Tensor:
-    """What so many steps multiply x by, of its Gram matrix (n, rows, rows) alone."""
-    a, b, c = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024
-    product = None
-    for step in range(steps):
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal(dim1=1, dim2=2).add_(a)
-        product = factor @ product if step else factor
-        if step + 1 < steps:
-            gram = factor @ gram @ factor  # that of factor x
-    return product
 
 
 def shard(value: Any, like: torch.Tensor) -> Any:

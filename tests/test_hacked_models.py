@@ -26,7 +26,7 @@ from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests import try_model
 from tests.conftest import ROOT, TEXT, TINY, run_here
-from tests.edits import copy_edited, edited, edited_module
+from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited, edited_module
 from tests.test_explain import attention_of
 from tests.try_model import generate, padded
 
@@ -49,9 +49,6 @@ class Hack:
 
 
 ATTENTION = "        x = x + self.attn(self.ln_1(x), padding_mask=padding_mask, cache=cache)\n"
-INIT = "        self.uninitialised ="
-LOGITS = "return self.lm_head(x)"
-LOSS = "        return logits, losses.sum() / (targets != -100).sum().clamp(min=1)"
 MASK = "        return mask\n"
 MLP = "        self.mlp = MLP(config)\n"
 DISTANCE = "past + torch.arange(mask.size(-2))[:, None] - torch.arange(mask.size(-1))"

@@ -6,15 +6,17 @@ import types
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from gptling import loss as loss_module
 from gptling.dataset import Dataset
 from gptling.loss import loss_in_pieces, use_loss_in_pieces
-from model import GPT, GPTConfig
+from model import GPT
 from tests.conftest import TINY, one_process, run_here, weights
+from tests.edits import INIT, LOGITS, LOSS, edited_module
 from train import TrainConfig, evaluate
+
+pytestmark = pytest.mark.gpt2  # edits are of the unchanged code
 
 # ---------------------------------------------------------------------------- masked targets
 
@@ -73,42 +75,39 @@ def test_evaluation_is_the_mean_over_the_targets_that_count():
 # ---------------------------------------------------------------------------- in pieces
 
 
-class SoftCapped(GPT):
-    """What autograd keeps of it is the tanh, not what is returned."""
-
-    def logits(self, x):
-        return 2.0 * torch.tanh(super().logits(x) / 2.0)
-
-
-class HiddenIds(GPT):
-    def logits(self, x):
-        return super().logits(x).index_fill(-1, torch.tensor([3, 5]), -10.0)
-
-
-class OtherHead(GPT):
-    """Untied, with a bias, and of two layers."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        C = config.n_embd
-        self.lm_head = nn.Sequential(nn.Linear(C, C), nn.ReLU(), nn.Linear(C, config.vocab_size))
-
-
-class ZLoss(GPT):
-    """In training only (Chowdhery et al. 2022)."""
-
-    def losses(self, logits, targets):
-        z = logits.float().logsumexp(-1) * (targets != -100)
-        return super().losses(logits, targets) + 0.1 * z.square() * self.training
-
-
-KINDS = [GPT, SoftCapped, HiddenIds, OtherHead, ZLoss]
+SOFT_CAP = LOGITS, "return 2.0 * torch.tanh(self.lm_head(x) / 2.0)"  # autograd keeps the tanh
+TWO_LAYERS = "nn.Linear(config.n_embd, 16), nn.ReLU(), nn.Linear(16, config.vocab_size)"
+AS_FORWARD = {  # edits of model.py
+    "plain": (),
+    "soft cap": (SOFT_CAP,),
+    "hidden ids": ((LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3, 5]), -10.0)"),),
+    "head of two layers": ((INIT, f"        self.lm_head = nn.Sequential({TWO_LAYERS})\n{INIT}"),),
+}
+FLOAT32 = "        logits = logits.to(torch.promote"
+SCALAR = "        self.t = nn.Parameter(torch.tensor([2.0]))\n"
+OTHERWISE = {
+    "forward of all logits": (
+        (LOSS, f"        if logits is not None:\n            losses = losses / 2\n{LOSS}"),
+    ),
+    "parameter in losses": (
+        (INIT, SCALAR + INIT), (FLOAT32, f"        logits = logits / self.t\n{FLOAT32}")
+    ),
+    "rows that depend on others": (
+        (FLOAT32, f"        logits = logits - logits.mean(0)\n{FLOAT32}"),
+    ),
+    "logits that autograd keeps": ((LOGITS, "return torch.tanh(self.lm_head(x))"),),
+    "term of the logits": (
+        (LOGITS, "self.aside = self.lm_head(x)\n        return self.aside"),
+        (LOSS, f'{LOSS}, {{"z": self.aside.logsumexp(-1).square().mean()}}'),
+    ),
+}  # fmt: skip
 
 
-def make_model(kind=GPT, sharp=3.0, **sizes):
+def make_model(*changes, sharp=3.0, **sizes):
+    module = edited_module(*changes)
     torch.manual_seed(0)
     sizes = {"block_size": 16, "vocab_size": 97, "n_layer": 2, "n_head": 2, "n_embd": 32} | sizes
-    model = kind(GPTConfig(**sizes)).train()
+    model = module.GPT(module.GPTConfig(**sizes)).train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(sharp)  # logits far from uniform
@@ -132,10 +131,10 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(loss_module, "ROWS_WITHOUT_GRADIENT", 32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_in_pieces_is_that_of_the_plain_code_with_the_same_gradients(kind):
+@pytest.mark.parametrize("name", AS_FORWARD)
+def test_loss_in_pieces_is_that_of_the_plain_code_with_the_same_gradients(name):
     """In training, and in evaluation over more rows than are held at a time."""
-    model, (idx, targets), results = make_model(kind), batch(B=7), []
+    model, (idx, targets), results = make_model(*AS_FORWARD[name]), batch(B=7), []
     for model.loss_in_pieces in (None, loss_in_pieces):
         logits, _ = model.train()(idx, targets)
         assert (logits is None) == (model.loss_in_pieces is not None)
@@ -169,10 +168,9 @@ def test_losses_of_short_floats_are_summed_in_float32(dtype):
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kind", [GPT, SoftCapped])
 @pytest.mark.parametrize("T, pieces", [(16, None), (64, loss_in_pieces), (256, None)])
-def test_bfloat16_gradients_are_those_of_float32_but_for_rounding(kind, T, pieces):
-    model, (idx, targets) = make_model(kind, sharp=1.0, block_size=T), batch(T, B=2)
+def test_bfloat16_gradients_are_those_of_float32_but_for_rounding(T, pieces):
+    model, (idx, targets) = make_model(SOFT_CAP, sharp=1.0, block_size=T), batch(T, B=2)
     model.loss_in_pieces = pieces
     gradients = []
     for enabled in (False, True):
@@ -213,65 +211,15 @@ def test_rows_may_weigh_differently_in_a_loss():
     torch.testing.assert_close(*results)
 
 
-class InForward(GPT):
-    """Its loss is of other logits than those of logits()."""
-
-    def forward(self, idx, targets=None, **options):
-        logits, loss = super().forward(idx, targets, **options)
-        if logits is not None and targets is not None:
-            loss = self.losses(0.5 * logits.flatten(0, 1), targets.flatten()).mean()
-        return logits, loss
-
-
-class LearnedTemperature(GPT):
-    """A parameter that losses() uses, whose gradient pieces would not give."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.temperature = nn.Parameter(torch.tensor([2.0]))
-
-    def losses(self, logits, targets):
-        return super().losses(logits / self.temperature, targets)
-
-
-class OverRows(GPT):
-    """A row's loss depends on the other rows."""
-
-    def losses(self, logits, targets):
-        return super().losses(logits - logits.mean(0), targets)
-
-
-class TanhLast(GPT):
-    """Autograd keeps what is returned: a gradient may not be written over it."""
-
-    def logits(self, x):
-        return torch.tanh(super().logits(x))
-
-
-class TermOfLogits(GPT):
-    """A third value made of logits that logits() put aside, whose memory the gradient takes."""
-
-    def logits(self, x):
-        self.aside = super().logits(x)
-        return self.aside
-
-    def forward(self, idx, targets=None, **options):
-        logits, loss = super().forward(idx, targets, **options)
-        return logits, loss, {"z_loss": self.aside.float().logsumexp(-1).square().mean()}
-
-
-OTHERS = [InForward, LearnedTemperature, OverRows, TanhLast, TermOfLogits]
-
-
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
-def test_a_loss_that_pieces_would_not_give_stays_as_it_is_and_that_is_said(kind, capsys):
-    model = make_model(kind, dropout=0.2)
+@pytest.mark.parametrize("name", [*AS_FORWARD, *OTHERWISE])
+def test_a_loss_that_pieces_would_not_give_stays_as_it_is_and_that_is_said(name, capsys):
+    model = make_model(*(AS_FORWARD | OTHERWISE)[name], dropout=0.2)
     model.wpe.weight.requires_grad_(False)
     before = torch.get_rng_state()
     use_loss_in_pieces(model)
     assert torch.equal(torch.get_rng_state(), before)
-    assert (model.loss_in_pieces is None) == (kind in OTHERS)
-    assert capsys.readouterr().out.count("chunked loss disabled") == (kind in OTHERS)
+    assert (model.loss_in_pieces is None) == (name in OTHERWISE)
+    assert capsys.readouterr().out.count("chunked loss disabled") == (name in OTHERWISE)
 
 
 @pytest.mark.slow

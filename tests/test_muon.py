@@ -54,5 +54,6 @@ def test_a_parameter_whose_matrices_do_not_add_up_is_named():
     model = GPT(GPTConfig(8, 11, 2, 2, 4))
     model.h[1].attn.c_attn = torch.nn.Linear(4, 10)
     model.h[1].attn.c_attn.weight.matrices = [4, 4, 4]
+    model.h[1].attn.c_attn.weight.grad = torch.ones(10, 4)
     with pytest.raises(ValueError, match=r"h\.1\.attn\.c_attn\.weight has 10 rows.*\[4, 4, 4\]"):
-        configure_optimizers(model, TrainConfig(optimizer="muon"))
+        configure_optimizers(model, TrainConfig(optimizer="muon"))[1].step()
