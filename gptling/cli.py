@@ -68,10 +68,9 @@ def run(main: Callable[[], int | None]):
 
 
 def treat_hangup_as_sigterm():
-    """Do on SIGHUP, when the terminal is closed, what is done on SIGTERM at that moment. Windows
-    has no SIGHUP, and `nohup` ignores it."""
+    """Do on SIGHUP, when the terminal is closed, what is done on SIGTERM at that moment."""
     if not hasattr(signal, "SIGHUP") or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        return
+        return  # Windows has none, and nohup ignores it
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def receive(number, frame):
@@ -82,16 +81,10 @@ def treat_hangup_as_sigterm():
     signal.signal(signal.SIGHUP, receive)
 
 
-def program() -> str:
-    """Return how this program is called: `train.py`, or `python -m gptling.compare`."""
-    path = Path(sys.argv[0])
-    in_package = path.resolve().parent == Path(__file__).parent
-    return f"python -m gptling.{path.stem}" if in_package else path.name
-
-
 def print_error(message: str) -> int:
     """Print a mistake as one line on standard error, and return the exit code."""
-    print(f"{program()}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    script = Path(sys.argv[0]).name
+    print(f"{script}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return 1
 
 
@@ -103,18 +96,17 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     n_presets = first_flag if presets else 0
     flags = [flag for name in words[:n_presets] for flag in read_preset(name)]
-    flags += words[n_presets:]
+    parsed = [parse_flag(flag, hints) for flag in flags + words[n_presets:]]
     hide_empty_defaults(cls)
     config = tyro.cli(
         cls,
-        args=[part for flag in flags for part in as_tyro(flag, hints)],
-        prog=program(),
+        args=[word for _, words in parsed for word in words],
+        prog=Path(sys.argv[0]).name,
         description=description.partition("References:")[0].strip(),
         use_underscores=True,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
     )
-    names = map(field_of, reversed(flags))
-    return config, {name: getattr(config, name) for name in names if name in hints}
+    return config, {name: getattr(config, name) for name, _ in reversed(parsed) if name in hints}
 
 
 def read_preset(name: str) -> list[str]:
@@ -142,20 +134,14 @@ def hide_empty_defaults(cls: type):
             cls.__annotations__[field.name] = Annotated[hints[field.name], hidden]
 
 
-def field_of(flag: str) -> str:
-    """The field that a flag sets: "n_layer" for --n-layer=3, "curves" for --no-curves."""
-    name = flag.partition("=")[0].replace("-", "_")
-    return name[2:].removeprefix("no_") if name.startswith("__") else ""
-
-
-def as_tyro(flag: str, hints: dict[str, Any]) -> list[str]:
-    """A flag as tyro knows it: --curves=False is --no-curves. An unknown flag stands apart from its
-    value, so that tyro finds the one that was meant."""
+def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the field that a flag sets, and the flag as tyro knows it: --curves=False is
+    --no-curves. An unknown flag stands apart from its value, so that tyro finds a similar one."""
     name, _, value = flag.partition("=")
-    hint = hints.get(field_of(flag))
-    if hint is bool and value in ("True", "False"):
-        return [name if value == "True" else f"--no-{name[2:]}"]
-    return flag.split("=", 1) if flag.startswith("--") and hint is None else [flag]
+    field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
+    if hints.get(field) is bool and value in ("True", "False"):
+        return field, [name if value == "True" else f"--no-{name[2:]}"]
+    return field, flag.split("=", 1) if field and field not in hints else [flag]
 
 
 def check_numbers(config: Any):

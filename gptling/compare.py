@@ -5,9 +5,9 @@
     python -m gptling.compare --seeds 5 -- config/shakespeare_char_cpu.toml --max_iters=200
 
 Presets and flags after -- are for train.py on all sides. A patch may add its own in a line
-"# flags: ...", and flags for prepare.py in a line "# prepare: ...". Each side is copied to
-out/compare/NAME. Which side has the lower loss after the same number of steps, and which after the
-same time? After Ctrl-C, the same command continues after the last finished run.
+"# flags: ...", and flags for prepare.py in a line "# prepare: ...". Which side has the lower loss
+after the same number of steps, and which after the same time? Each side is copied to
+out/compare/NAME. After Ctrl-C, the same command continues after the last finished run.
 """
 
 import hashlib
@@ -46,8 +46,7 @@ class CompareConfig:
 
 def execute(*command: str, stdin: bytes = b"", cwd: Path | None = None) -> bytes:
     """Run a program and return what it prints. If it fails, exit with its last lines."""
-    # Without a ceiling, git apply would take a side's folder for a part of the repository.
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(OUT)}
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(OUT)}  # or `git apply` does nothing
     process = subprocess.run(command, cwd=cwd, env=environment, input=stdin, capture_output=True)
     if process.returncode:
         sys.exit(f"{shlex.join(command)}:\n{process.stderr.decode('utf-8', 'replace')[-2000:]}")
@@ -228,4 +227,5 @@ def main():
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "python -m gptling.compare"  # in messages
     run(main)

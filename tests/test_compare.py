@@ -258,6 +258,13 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(
     assert len(train()[1]) >= 6
 
 
+def test_a_wrong_flag_is_named_with_the_command_for_help():
+    command = [sys.executable, "-m", "gptling.compare", "--sedes=5"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 2 and "--seeds INT" in process.stderr
+    assert "run python -m gptling.compare --help" in process.stderr
+
+
 def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_lines(
     project, run_compare
 ):
