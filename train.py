@@ -255,10 +255,11 @@ def main():
         full_model = processes.full_model(model, GPT)
         run_directory.save(metrics, model, full_model, optimizers, scaler, progress, config, data)
 
-    # ------------------------------------------------------------ loop
     signals, stopped = StopSignals(processes), 0
     rank, world_size = processes.rank, processes.world_size
     _, micro_steps = micro_batches(config, world_size)
+
+    # ------------------------------------------------------------ loop
     for step in range(progress.step, config.max_iters):
         lr = learning_rate(step, config)
         for optimizer in optimizers:
@@ -308,12 +309,7 @@ def main():
         progress.overflows += overflow
 
         if report_now:
-            numbers = {"lr": lr, "norm": norm}
-            if len(optimizers) > 1:
-                numbers["muon_lr"] = optimizers[1].param_groups[0]["lr"]
-            if scaler.is_enabled():
-                numbers["overflows"] = progress.overflows
-            report.training(done, losses, numbers)
+            report.training(done, losses, norm, optimizers)
         if evaluate_now:
             with report.paused():
                 with autocast:

@@ -183,15 +183,17 @@ class Report:
         waited = time.perf_counter() - self.line_time
         return self.is_logged(step) or waited >= SECONDS_BETWEEN_LINES
 
-    def training(self, step: int, losses: dict, numbers: dict):
-        """Report the losses and other numbers of a step, with the speed since the last call."""
+    def training(self, step: int, losses: dict, norm: torch.Tensor, optimizers: list):
+        """Report the losses, norm and rates of a step, and the speed since the last call."""
         now = time.perf_counter()
         elapsed, seconds = now - self.last_time, (now - self.last_time) / (step - self.step)
         self.last_time, self.step = now, step
         speed, steps_left = self.tokens_per_step / seconds, self.config.max_iters - step
         losses = {name: float(loss) for name, loss in losses.items()}
-        numbers = {name: float(number) for name, number in numbers.items()}
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+        numbers = {"norm": float(norm)} | dict(zip(("lr", "muon_lr"), rates, strict=False))
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
+        numbers |= {"overflows": self.progress.overflows} if self.progress.overflows else {}
         columns = [f"{name} {loss:.3f}" for name, loss in losses.items()]
         columns += [f"lr {numbers['lr']:.2e}", f"norm {numbers['norm']:.2f}"]
         columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
