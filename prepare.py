@@ -1,12 +1,13 @@
 """Text to token ids.
 
-    python prepare.py                            # the language reference that ships with Python
+    python prepare.py                            # the source of Python's standard library
     python prepare.py shakespeare                # a named download, checked by its sha256
     python prepare.py my.txt notes/ chat.jsonl.gz --tokenizer bpe --vocab_size 4096 --name mine
     python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT:train --tokenizer gpt2
 
-writes data/NAME/: train-00000.npy ..., val.npy (token ids), tokenizer.json and meta.json. Documents
-are separated by the end-of-text token. The directory appears whole or not at all.
+Output: data/NAME/ with train-00000.npy ..., val.npy (token ids), tokenizer.json and meta.json. A
+document is a file, a record, or what ends at <|endoftext|> in one. The end-of-text token separates
+documents. Equal ones are read once. The directory appears whole or not at all.
 """
 
 import json
@@ -14,6 +15,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tiktoken
 import tyro
@@ -27,11 +29,12 @@ from gptling.files import is_plain_name, new_directory, replace
 
 @dataclass
 class PrepareConfig:
-    # files, folders, hf:NAME:CONFIG:SPLIT, shakespeare, or nothing
-    sources: tyro.conf.Positional[tuple[str, ...]] = ()
-    tokenizer: str = "auto"  # auto (by the text), char, byte, bpe, a tiktoken name (gpt2), a run
-    vocab_size: int = 0  # tokens of a bpe, with end-of-text; 0: 4096, or chosen by auto
-    name: str = ""  # directory under data/; by default named after the first source
+    # files, folders, hf:NAME:CONFIG:SPLIT, or shakespeare; default: Python's standard library
+    sources: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCES")] = ()
+    field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
+    tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
+    vocab_size: int = 0  # size of a bpe with its end-of-text token; 0: 4096, or auto's choice
+    name: str = ""  # directory under data/; default: the name of the first source
     overwrite: bool = False  # replace data/NAME if it exists
 
     def __post_init__(self):
@@ -44,7 +47,7 @@ class PrepareConfig:
 def name_after(sources: tuple[str, ...]) -> str:
     """The name of a data directory: that of its first source, without the ending."""
     first = re.sub("^hf:([^:]*).*", r"\1", sources[0] if sources else "quickstart")
-    endings = r"(?i)\.(txt|md|text|jsonl|jsonl\.gz|parquet)$"
+    endings = r"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$"
     return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
 
@@ -66,7 +69,8 @@ def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encod
 
     def learn(kind, *splits):
         texts = (text for split, text in corpus.texts() if split in splits)
-        return tokenizers.build_tokenizer(kind, texts, vocab_size, end_of_text=corpus.n_first > 1)
+        several = corpus.n_documents > 1
+        return tokenizers.build_tokenizer(kind, texts, vocab_size, end_of_text=several)
 
     if kind != "char" and tokenizers.has_all_bytes(tokenizer := learn(kind, "train")):
         return tokenizer
@@ -80,12 +84,13 @@ def prepare(config: PrepareConfig) -> Path:
         raise UserError(f"{target} already exists: use --overwrite, or choose another --name")
     if any(Path(source).resolve().is_relative_to(target.resolve()) for source in config.sources):
         raise UserError(f"{target} holds the text, and would be replaced: choose another --name")
-    corpus = Corpus(config.sources)
+    corpus = Corpus(config.sources, config.field)
     tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
-    auto, made = config.tokenizer == "auto", config.tokenizer in tokenizers.TOKENIZERS
+    auto = config.tokenizer == "auto"
+    how = ", chosen for this text (change with --tokenizer)" if auto else ""
     with new_directory(target) as directory:
-        progress = tqdm(corpus.texts(), unit=" texts", leave=False, disable=None)
-        encoded = encode_on_all_cores(tokenizer, progress, check=not made)
+        texts = tqdm(corpus.texts(), unit=" texts", leave=False, disable=None)
+        encoded = encode_on_all_cores(tokenizer, texts)
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
             raise UserError(f"{target}: too little text to train and validate on: give more text")
@@ -93,7 +98,7 @@ def prepare(config: PrepareConfig) -> Path:
             "format": 1,
             "tokenizer": tokenizer.name if auto else config.tokenizer,
             "vocab_size": tokenizer.n_vocab,
-            "documents": corpus.count["documents"],
+            "documents": corpus.n_documents,
             "characters": corpus.count["characters"],
             "train": {"tokens": n_tokens["train"], "bytes": corpus.count["train"]},
             "val": {"tokens": n_tokens["val"], "bytes": corpus.count["val"]},
@@ -101,19 +106,17 @@ def prepare(config: PrepareConfig) -> Path:
         }
         replace(directory / "tokenizer.json", tokenizers.tokenizer_to_json(tokenizer).encode())
         replace(directory / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
-    print(
-        f"{target}: {meta['documents']:,} document{'s' * (meta['documents'] != 1)}, "
-        f"{meta['characters']:,} characters; tokenizer {meta['tokenizer']} with "
-        f"{tokenizer.n_vocab:,} tokens{' (by the text; override with --tokenizer)' * auto}; "
-        f"{n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate"
-    )
+    documents = f"{corpus.n_documents:,} document{'s' * (corpus.n_documents > 1)}"
+    print(f"{target}: {documents}, {meta['characters']:,} characters")
+    print(f"  tokenizer: {meta['tokenizer']}, {tokenizer.n_vocab:,} tokens{how}")
+    print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")
+    print(*(f"  {note}\n" for note in corpus.notes), sep="", end="")
     return target
 
 
 def main():
     target = prepare(load(PrepareConfig, __doc__)[0])
-    flags = "" if target.name == "quickstart" else f" --dataset={shlex.quote(target.name)}"
-    print(f"next: python train.py{flags}")
+    print(f"next: python train.py --dataset={shlex.quote(target.name)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Text to token files: documents of files, folders, the hub and Python itself, their split into
+"""Text to token files: the documents of files, folders, the hub and Python itself, their split into
 training and validation text, and encoding on all cores."""
 
 import gzip
@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import re
+import sysconfig
 import threading
 import urllib.request
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, islice
+from itertools import chain, count, groupby
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -20,7 +22,7 @@ import tiktoken
 
 from gptling.cli import optional_package
 from gptling.files import UserError, sync, writing
-from gptling.tokenizers import END_OF_TEXT, encode, has_all_bytes
+from gptling.tokenizers import END_OF_TEXT, encode
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -28,149 +30,219 @@ CHUNK = 1 << 20  # characters of a text file that are read at once
 GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
 TOKENS_PER_SHARD = 100_000_000
-Source = Path | Iterable[str]  # a file, or texts
+# Parts of Python's library that are tests, tables or generated, or that not every Python has.
+NO_EXAMPLES = re.compile(
+    r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities|stringprep|this"
+    r"|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
+)
+NOT_TEXT = {  # by the end of a file's name
+    (".zip", ".tar", ".tgz", ".tar.gz", ".7z", ".rar", ".xz", ".bz2", ".zst"): "unpack it first",
+    (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub"): "save it as plain text",
+    (".csv", ".tsv", ".xlsx"): "save its rows as .jsonl or .parquet, or all of it as .txt",
+    (".json",): "save its records as .jsonl, one in a line, or all of it as .txt",
+}
+Source = Path | Iterable[dict]  # a file, or records
 
 
-def embedded_corpus() -> dict[str, str]:
-    """Python's language reference, {topic: text}, 370 kB of English, without topics that mostly
-    repeat longer ones: validation text must not be trained on."""
-    seen, kept = set(), set()
-    for topic in sorted(topics, key=lambda topic: -len(topics[topic])):
-        lines = set(topics[topic].splitlines())
-        if len(lines & seen) < len(lines) / 2:
-            kept.add(topic)
-        seen |= lines
-    return {topic: topics[topic] for topic in sorted(kept)}
+class NotText(UserError):
+    """A file that is no text. One in a folder is left out."""
 
 
-def find_sources(name: str) -> list[Source]:
-    """The files or texts that a name on the command line means. Raises UserError."""
+def quick_start(field: str) -> list[Source]:
+    """The source of Python's standard library, or its language reference if there is none."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [file.relative_to(library) for file in sorted(library.rglob("*.py"))]
+    chosen = [library / file for file in files if not NO_EXAMPLES.search(file.as_posix())]
+    return chosen or [[{field: text} for text in topics.values()]]
+
+
+def find_sources(name: str, field: str) -> list[Source]:
+    """The files or records that a name on the command line means. Raises UserError."""
     path = Path(name)
     if name.startswith("hf:"):
         repo, config, split = [*name.split(":")[1:], "", ""][:3]
         load_dataset = optional_package("datasets", "datasets").load_dataset
         rows = load_dataset(repo, config or None, split=split or "train", streaming=True)
-        return [rows.select_columns("text")["text"]]
+        return [rows.select_columns(field) if field in (rows.column_names or ()) else rows]
     if name == "shakespeare" and not path.exists():
         content = urllib.request.urlopen(SHAKESPEARE, timeout=30).read()
         if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
             raise UserError(f"{SHAKESPEARE}: the sha256 is not {SHAKESPEARE_SHA256}")
-        return [[content.decode()]]
-    if not path.is_dir():
-        return [path]
-    if not (files := [file for file in sorted(path.rglob("*")) if _is_text(file, path)]):
-        raise UserError(f"{path}: no text in this folder")
-    return files
+        return [[{field: content.decode()}]]
+    return [*files_in(path, set())] if path.is_dir() else [path]
 
 
-def _is_text(file, folder):  # and not hidden
-    if not file.is_file() or "/." in f"/{file.relative_to(folder).as_posix()}":
-        return False
-    if file.name.lower().endswith((".jsonl.gz", ".parquet")):
-        return True
-    with file.open("rb") as raw:
-        start = raw.read(8192)
-    text = start.decode("utf-8-sig", errors="ignore")  # its last character may be cut
-    return text != "" and "\0" not in text and len(start) - len(text.encode()) < 7
+def files_in(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """Yield the files in a folder and its folders, by name, also those that links lead to, but no
+    hidden ones. A folder in `seen` is not read again."""
+    seen.add(folder.resolve())
+    for path in sorted(path for path in folder.iterdir() if path.name[0] != "."):
+        if path.is_file():
+            yield path
+        elif path.is_dir() and path.resolve() not in seen:
+            yield from files_in(path, seen)
 
 
-def read_documents(sources: Iterable[Source]) -> Iterator[tuple[int, Iterable[str]]]:
-    """Yield (size in bytes, text in pieces) of each document: each "text" in a file of records, or
-    the whole of any other file. Raises UserError for a file or record without text."""
-    for source in sources:
-        if not isinstance(source, Path):
-            yield from ((len(text.encode()), [text]) for text in source if text)
-        elif source.name.lower().endswith((".jsonl", ".jsonl.gz", ".parquet")):
-            number = 0
-            try:
-                for text in _records(source):
-                    if text:
-                        yield len(text.encode()), [text]
-                    number += 1
-            except (ValueError, LookupError, TypeError, AttributeError, EOFError) as error:
-                reason = f'no "text" can be read: {type(error).__name__}: {error}'
-                raise UserError(f"{source}: line {number + 1}: {reason:.300}") from None
-        elif size := source.stat().st_size:
-            yield size, _pieces(source)
+def read_documents(source: Source, field: str, found: Counter) -> Iterator[Iterator[str]]:
+    """Yield each document of a source, in pieces with the same tokens as the whole. A document is a
+    file, the `field` of a record, or what a mark ends in them. found: the number of marks, and of
+    halves of characters that were replaced. Raises NotText, UserError."""
+    return (pieces for text, pieces in groupby(_read(source, field, found), bool) if text)
 
 
-def _records(file):
-    if file.name.lower().endswith(".parquet"):
-        parquet = optional_package("pyarrow.parquet", "datasets")
-        with file.open("rb") as raw:
-            for batch in parquet.ParquetFile(raw).iter_batches(100, columns=["text"]):
-                yield from batch.column("text").to_pylist()
-    else:
-        open_text = gzip.open if file.name.lower().endswith(".gz") else open
-        with open_text(file, "rt", encoding="utf-8-sig", newline="\n") as lines:
-            yield from (json.loads(line)["text"] if line.strip() else None for line in lines)
-
-
-def _pieces(file):
-    """A file's text in pieces with the same tokens as the whole file: each ends between a letter
-    and white space, where no tokenizer's pattern has a token across."""
-    text = ""
+def _read(source, field, found):  # an empty piece ends a document
+    name = source.name.lower() if isinstance(source, Path) else ".jsonl"
+    for endings, remedy in NOT_TEXT.items():
+        if name.endswith(endings):
+            raise NotText(f"{source} is not a text file: {remedy}")
     try:
-        with file.open(encoding="utf-8-sig", newline="") as f:
-            while chunk := f.read(CHUNK):
-                text += chunk
-                cut = re.match(r"(?s).*[^\W\d_](?=\s)|.*", text).end()
-                yield text[:cut]
-                text = text[cut:]
+        if name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+            for number, record in enumerate(_records(source, field), 1):
+                text = _text(record, field, f"{source}: line {number}", found)
+                yield from _pieces([text], found) if END_OF_TEXT in text else (text, "")
+        else:
+            with _open(source) as file:
+                yield from _pieces(iter(lambda: file.read(CHUNK), ""), found)
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x}"
-        raise UserError(f"{file}: {byte} is not UTF-8: save the file as UTF-8") from None
-    yield text
+        raise NotText(f"{source}: {byte} is not UTF-8: save the file as UTF-8") from None
+    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+        raise UserError(f"{source} is damaged: {error}") from None
 
 
-def validation_bytes(size: int, index: int, seen: int, held_out: int, n_first: int) -> int:
-    """How many bytes at the end of a document are for validation. With fewer than ten documents
-    (n_first) it is the last tenth of each. Otherwise it is every document that fits whole into a
-    tenth of the text so far, and the end of every tenth document if few did. index, seen, held_out:
-    the number of documents before this one, their bytes, and their bytes for validation."""
-    if n_first < 10:
-        return min(size // 10, MAX_VALIDATION // n_first)
-    limit = min((seen + size) // 10, MAX_VALIDATION)
-    if held_out + size <= limit:
-        return size
-    return limit - held_out if index % 10 == 9 and held_out < limit // 4 else 0
+def _open(file):  # to be read with "\n" for every end of a line
+    opened = gzip.open if file.name.lower().endswith(".gz") else open
+    return opened(file, "rt", encoding="utf-8-sig")
+
+
+def _records(source, field):  # dictionaries, or lines of JSON
+    if not isinstance(source, Path):
+        yield from source
+    elif source.name.lower().endswith(".parquet"):
+        parquet = optional_package("pyarrow.parquet", "datasets")
+        with source.open("rb") as raw:
+            file = parquet.ParquetFile(raw)
+            columns = [field] if field in file.schema_arrow.names else None
+            for batch in file.iter_batches(100, columns=columns):
+                yield from batch.to_pylist()
+    else:
+        with _open(source) as lines:
+            yield from (line if line.strip() else {field: ""} for line in lines)
+
+
+def _text(record, field, where, found):  # as that of a file is read
+    try:
+        record = json.loads(record) if isinstance(record, str) else record
+        text = (record[field] or "").replace("\r\n", "\n").replace("\r", "\n")
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates, which JSON can have
+        text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)
+        found["halves"] += n
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        fields = f"--field can be {', '.join(record)}; " if isinstance(record, dict) else ""
+        reason = f'no text in "{field}": {fields}{error!r}'
+        raise UserError(f"{where}: {reason:.300}") from None
+    return text
+
+
+def _pieces(chunks, found):
+    text, mark = "", re.escape(END_OF_TEXT) + r"\n*+"
+    for chunk in chunks:
+        *ended, text = re.split(mark + r"(?!\Z)", text + chunk)  # more newlines may follow
+        for document in ended:
+            yield from (document, "")
+        found["marks"] += len(ended)
+        if len(text) >= CHUNK:  # between a letter and white space no tokenizer has a token across
+            cut = re.match(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*", text).end()
+            yield text[:cut]
+            text = text[cut:]
+    found["marks"] += text.count(END_OF_TEXT)
+    for document in re.split(mark, text):
+        yield from (document, "")
+
+
+def validation_bytes(sizes: np.ndarray) -> np.ndarray:
+    """How many bytes at the end of each document are for validation, about a tenth of all. With ten
+    documents or more, these are whole ones, evenly spread, or if documents are too long for that,
+    the end of the longest."""
+    n, total, held_out = len(sizes), sizes.sum(), np.zeros_like(sizes)
+    if n < 10:
+        return np.minimum(sizes // 10, MAX_VALIDATION // n)
+    goal, limit = (min(total * percent // 100, MAX_VALIDATION) for percent in (10, 15))
+    chosen = 0
+    for i in np.argsort(-np.arange(1, n + 1) % (total // goal), kind="stable"):  # every tenth first
+        if chosen < goal and chosen + sizes[i] <= limit:
+            held_out[i] = sizes[i]
+            chosen += sizes[i]
+    if chosen < goal // 2:
+        held_out[sizes.argmax()] = goal - chosen
+    return held_out
 
 
 class Corpus:
-    """The documents of the named sources. count: documents, characters, and bytes of "train" and
-    "val" read so far. Raises UserError if there is no text."""
+    """The documents of the named sources, equal ones once. notes: what was left out or replaced.
+    count: characters, and bytes of "train" and "val", that texts() has given. Raises UserError if
+    there is no text."""
 
-    def __init__(self, names: Iterable[str]):
-        sources = [source for name in names for source in find_sources(name)]
-        self.sources, self.count = sources or [embedded_corpus().values()], Counter()
-        self.n_first = sum(1 for _ in islice(read_documents(self.sources), 10))
-        if not self.n_first:
-            raise UserError(f"{' '.join(names)}: no text in it")
+    def __init__(self, names: Iterable[str], field: str = "text"):
+        self.field, self.sources, self.count, found = field, [], Counter(), Counter()
+        hashes, sizes, refused = array("Q"), array("q"), []
+        given = [source for name in names for source in find_sources(name, field)]
+        for source in given if names else quick_start(field):
+            n = len(sizes)
+            try:
+                for pieces in read_documents(source, field, found):
+                    digest, size = hashlib.blake2b(digest_size=8), 0
+                    for raw in map(str.encode, pieces):
+                        digest.update(raw)
+                        size += len(raw)
+                    hashes.append(int.from_bytes(digest.digest()))
+                    sizes.append(size)
+                self.sources.append(source)
+            except NotText:
+                if source in map(Path, names):
+                    raise
+                del hashes[n:], sizes[n:]
+                refused.append(source.name)
+        sizes, first = np.array(sizes), np.unique(np.array(hashes), return_index=True)[1]
+        first.sort()
+        notes = {
+            f"files left out that are not text: {', '.join(refused[:5])}": len(refused),
+            "documents left out that are there already": len(sizes) - len(first),
+            f"documents ended by {END_OF_TEXT}": found["marks"],
+            "halves of characters replaced by U+FFFD": found["halves"],
+        }
+        self.notes = [f"{n:,} {what}" for what, n in notes.items() if n]
+        self.n_documents = len(first)
+        if not self.n_documents:
+            raise UserError("; ".join([f"{' '.join(names)}: no text in it", *self.notes]))
+        self.n_train = np.full(len(sizes), -1)  # bytes of each to train on; -1: left out
+        self.n_train[first] = sizes[first] - validation_bytes(sizes[first])
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield ("train" or "val", text). An empty text ends a document's part of a split."""
-        self.count = counts = Counter()
-        for index, (size, pieces) in enumerate(read_documents(self.sources)):
-            before, seen = counts.copy(), counts["train"] + counts["val"]
-            n_train = size - validation_bytes(size, index, seen, counts["val"], self.n_first)
-            for piece in pieces:
-                raw = piece.encode()
-                head = raw[: max(0, n_train)].decode(errors="ignore")  # whole characters
-                n_train -= len(raw)
-                for split, text in (("train", head), ("val", piece[len(head) :])):
-                    if text:
-                        counts["characters"] += len(text)
-                        counts[split] += len(text.encode())
-                        yield split, text
-            counts["documents"] += 1
-            yield from ((split, "") for split in ("train", "val") if counts[split] > before[split])
+        self.count = Counter()
+        read = (read_documents(source, self.field, Counter()) for source in self.sources)
+        for limit, pieces in zip(self.n_train, chain.from_iterable(read), strict=True):
+            ends, rest = {}, int(limit)  # rest: bytes to train on from here
+            for text in pieces if limit >= 0 else ():
+                raw = text.encode()
+                head = raw[: max(0, rest)].decode(errors="ignore")  # whole characters
+                rest -= len(raw)
+                for split, part in (("train", head), ("val", text[len(head) :])):
+                    if part:
+                        self.count["characters"] += len(part)
+                        self.count[split] += len(part.encode())
+                        ends[split] = ""
+                        yield split, part
+            yield from ends.items()
 
 
-def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple], check=True):
+def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]):
     """Yield (key, token ids) for each (key, text), in order, with a bounded amount of text in
-    memory. It uses threads, as tiktoken releases the interpreter's lock. check: raise UserError for
-    a character that the tokenizer lacks, for which tiktoken would abort."""
-    local, check = threading.local(), check and not has_all_bytes(tokenizer)
+    memory. It uses threads, as tiktoken releases the interpreter's lock. Raises UserError for a
+    character that the tokenizer lacks."""
+    local = threading.local()
 
     def start_thread():  # threads that share a tokenizer wait for each other
         local.tokenizer = tiktoken.Encoding(
@@ -181,10 +253,7 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple], ch
         )
 
     def encode_group(group):
-        if check:
-            return [(key, encode(local.tokenizer, text)) for key, text in group]
-        to_ids = local.tokenizer.encode_to_numpy
-        return [(key, to_ids(text, disallowed_special=())) for key, text in group]
+        return [(key, encode(local.tokenizer, text)) for key, text in group]
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     waiting, group, length = [], [], 0

@@ -9,6 +9,8 @@ References: https://github.com/openai/tiktoken, https://huggingface.co/docs/toke
 Sennrich et al. 2016, byte-pair encoding, https://arxiv.org/abs/1508.07909
 """
 
+import functools
+import itertools
 import json
 import math
 import random
@@ -25,6 +27,8 @@ from gptling.files import UserError
 END_OF_TEXT = "<|endoftext|>"
 BPE_SAMPLE = 100_000_000  # characters to train a BPE on, at most
 SAMPLE_PIECE = 1 << 12  # characters that are drawn or left out together, the longest word of a BPE
+MAX_RUN = 1 << 12
+RUN = re.compile(r"[^\W\d_]++|\d++|\s++|(?:[^\w\s]|_)++")  # each with one kind of characters
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 BPE_PATTERN = (  # GPT-4's (tiktoken's cl100k_base)
@@ -147,9 +151,21 @@ def build_tokenizer(
         raise UserError(f"tokenizer {kind!r} cannot be downloaded: {hint}") from None
 
 
+@functools.cache
 def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
     """Whether a tokenizer can encode every text."""
     return all(bytes([byte]) in tokenizer._mergeable_ranks for byte in range(256))
+
+
+def cut_runs(text: str) -> list[str]:
+    """The text, but with runs of letters, digits, white space or signs cut into pieces of at most
+    MAX_RUN characters, as much longer ones are too much for tiktoken's patterns."""
+    blocks = range(0, len(text) - MAX_RUN // 2 + 1, MAX_RUN // 2)  # a longer run fills one of them
+    if not any(RUN.fullmatch(text, i, i + MAX_RUN // 2) for i in blocks):
+        return [text]
+    cuts = (range(*run.span(), MAX_RUN)[1:] for run in RUN.finditer(text))
+    places = [0, *itertools.chain.from_iterable(cuts), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(places)]
 
 
 def encode(tokenizer: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
@@ -159,9 +175,11 @@ def encode(tokenizer: tiktoken.Encoding, text: str, what: str = "the text") -> n
         if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
             raise UserError(f"{what}: the tokenizer lacks {character!r} (U+{ord(character):04X})")
     try:
-        return tokenizer.encode_to_numpy(text, disallowed_special=())
+        parts = cut_runs(text)
+        ids = [tokenizer.encode_to_numpy(part, disallowed_special=()) for part in parts]
     except UnicodeEncodeError:  # bytes of a command line
         raise UserError(f"{what} is not valid UTF-8") from None
+    return np.concatenate(ids)
 
 
 def start_token(tokenizer: tiktoken.Encoding) -> int:
