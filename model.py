@@ -109,7 +109,7 @@ class MultiHeadAttention(nn.Module):
         plain = mask is causal and padding_mask is None and self.has_plain_mask()
         if plain and (past == 0 or q.size(2) == 1):
             # The kernel's own mask is faster. A single query after others attends to all keys.
-            options = {"is_causal": self.causal and past == 0}
+            options = {"is_causal": self.causal if past == 0 else False}
         else:
             mask, has_key = hide_padding(mask, padding_mask)
             options = {"attn_mask": mask}
