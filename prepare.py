@@ -15,7 +15,6 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tiktoken
 import tyro
@@ -30,7 +29,7 @@ from gptling.files import is_plain_name, new_directory, replace
 @dataclass
 class PrepareConfig:
     # files, folders, hf:NAME:CONFIG:SPLIT, or shakespeare; default: Python's standard library
-    sources: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCES")] = ()
+    sources: tyro.conf.Positional[tuple[str, ...]] = ()
     field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
     tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
     vocab_size: int = 0  # size of a bpe with its end-of-text token; 0: 4096, or auto's choice
