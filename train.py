@@ -1,9 +1,14 @@
-"""Train a GPT.
+"""Train a GPT. Most runs need no more than these flags:
 
-    python train.py                                    # the quick start: a minute on two CPU cores
+    --dataset=mine     the text: data/mine, made by prepare.py. Default: Python's standard library
+    --minutes=10       time budget. Or --max_iters=500: a number of steps
+    --out_dir=out/mine directory of checkpoints and the log
+    --resume           continue the run in out_dir
+    --init_from=gpt2   start from a run, a checkpoint, or a GPT-2 of the hub
+
+    python train.py                                    # the quick start: one minute
     python train.py --dataset=mine --minutes=10        # the best model of data/mine in ten minutes
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
-    python train.py --out_dir=out/gpt2 --resume        # resume from its newest checkpoint
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
 writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,
@@ -24,19 +29,20 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
 from tyro.conf import Suppress
 
-from gptling.cli import Fraction, PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import Fraction, Planned, PositiveInt, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
-from gptling.files import is_plain_name
+from gptling.files import UserError, is_plain_name
 from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
-from gptling.plan import STARTED, plan_run
+from gptling.plan import STARTED, choose_rates, eval_part, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, print_uninitialised, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, print_header, sample_lines
@@ -46,55 +52,63 @@ from prepare import PrepareConfig, prepare
 
 
 @dataclass
-class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
-    block_size: int = 64  # the longest sequence that the model sees at once, in tokens
-    n_layer: int = 3  # blocks
-    n_head: int = 4  # attention heads in each block
-    n_embd: int = 128  # width
-    bias: bool = False  # in linear layers and LayerNorms; GPT-2 has biases
+class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, and it stays
+    # model
+    block_size: Planned[PositiveInt] = None  # context length: tokens per training sequence
+    n_layer: Planned[PositiveInt] = None  # number of transformer blocks
+    n_head: Planned[PositiveInt] = None  # attention heads per block
+    n_embd: Planned[PositiveInt] = None  # width of the model; divisible by n_head
+    dropout: Planned[Fraction] = None  # share of activations set to 0 in training
+    bias: bool = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: Suppress[int] = 1  # the tokenizer's
-    vocab_multiple: PositiveInt = 1  # round the vocabulary up to a multiple of this; 128 suits GPUs
-    dataset: str = "quickstart"  # a directory under data/, as prepare.py makes it
-    minutes: float = 0.0  # time budget: plans other settings; 1 for a dataset without max_iters
-    out_dir: str = ""  # directory of checkpoints and the log; out/DATASET if empty
+    vocab_multiple: PositiveInt = 1  # round the vocabulary size up to a multiple; 128 suits GPUs
+    # data
+    dataset: str = "quickstart"  # name of a directory under data/, made by prepare.py
+    allow_changed_data: bool = False  # resume even though the dataset has changed
+    # run
+    minutes: float = 1.0  # time budget: what you do not set is planned for it; or give --max_iters
+    max_iters: Planned[PositiveInt] = None  # number of training steps; replaces --minutes
+    out_dir: str = ""  # where to write checkpoints and the log; out/DATASET if empty
     resume: bool = False  # continue from out_dir's newest checkpoint; flags override its settings
     auto_resume: bool = False  # resume if out_dir has a checkpoint, otherwise begin
     overwrite: bool = False  # move the run in out_dir to OUT_DIR.old, and begin
-    init_from: str = "scratch"  # scratch, a run, a checkpoint, or the hub name of a GPT-2
-    eval_only: bool = False  # only print the loss of init_from over the whole validation split
-    batch_size: PositiveInt = 32  # sequences of block_size tokens in a micro-batch
-    gradient_accumulation_steps: PositiveInt = 1  # micro-batches in a step of all processes
-    max_iters: PositiveInt = 440  # steps
-    optimizer: Literal["adamw", "muon"] = "muon"  # of the blocks' matrices; AdamW for the rest
-    learning_rate: float = 1e-2  # AdamW's highest, after warm-up
-    muon_lr: float = 0.05  # Muon's highest; it rises and falls with learning_rate
-    muon_momentum: Fraction = 0.9  # Muon: decay of the first moment; lower for shorter runs
-    schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate falls
-    hold: Fraction = 0.0  # linear: share of the steps after warm-up at the full rate
-    min_lr: float = 1e-4  # where learning_rate ends
-    warmup_iters: int = 10  # steps with a rising learning rate
-    weight_decay: float = 0.1  # of matrices; biases and LayerNorms have none
-    beta1: Fraction = 0.9  # AdamW: decay of the first moment (moving average of gradients)
-    beta2: Fraction = 0.99  # AdamW: decay of the second moment (of their squares)
-    grad_clip: float = 1.0  # clip the gradient's norm to this; 0 disables it
-    eval_interval: PositiveInt = 110  # steps between evaluations, each with a checkpoint
-    eval_tokens: int = 0  # validate on about this many, spread evenly over the split; 0 for all
-    keep_last: PositiveInt = 2  # checkpoints that stay besides the best
-    log_interval: PositiveInt = 10  # steps between log lines
+    init_from: str = "scratch"  # start from: scratch, a run, a checkpoint, or a GPT-2 on the hub
+    allow_changed_model: bool = False  # continue although model.py computes something else now
     seed: int = 1337  # random seed: initialisation, data order, dropout, samples
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # device to compute on
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls
-    compile: Literal["auto", True, False] = "auto"  # torch.compile; auto: in longer runs on CUDA
-    recompute: bool = False  # activation checkpointing: recompute activations in the backward pass
-    deterministic: bool = False  # the same numbers in every run on a GPU too, which costs time
-    fsdp: bool = False  # shard the model over the processes, for one too large for a GPU
-    allow_changed_data: bool = False  # resume although the dataset has changed
-    allow_changed_model: bool = False  # continue although model.py computes other numbers
-    curves: bool = True  # loss.png and TensorBoard's files, if these are installed
-    wandb: bool = False  # send the curves to Weights & Biases
+    # optimizer
+    batch_size: Planned[PositiveInt] = None  # sequences per micro-batch
+    # micro-batches per step, over all processes
+    gradient_accumulation_steps: Planned[PositiveInt] = None
+    optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in the blocks; AdamW for the rest
+    learning_rate: Planned[float] = None  # AdamW's peak learning rate
+    muon_lr: Planned[float] = None  # Muon's peak learning rate; follows the same schedule
+    muon_momentum: Fraction = 0.9  # Muon's momentum; shorter runs prefer a lower value
+    weight_decay: float = 0.1  # for matrices; biases and LayerNorms do not decay
+    beta1: Fraction = 0.9  # AdamW: decay rate of the moving average of gradients
+    beta2: Fraction = 0.99  # AdamW: decay rate of the moving average of squared gradients
+    grad_clip: float = 1.0  # clip the gradient norm to this; 0 disables clipping
+    # schedule
+    schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate decays
+    warmup_iters: Planned[int] = None  # steps of linear warm-up
+    hold: Fraction = 0.0  # linear: fraction of the steps after warm-up before the decay starts
+    min_lr: Planned[float] = None  # final learning rate
+    # evaluation
+    eval_only: bool = False  # only evaluate init_from on the whole validation split
+    eval_interval: Planned[PositiveInt] = None  # evaluate and save a checkpoint every so many steps
+    eval_tokens: Planned[int] = None  # validate on about this many tokens, evenly spread; 0: on all
+    keep_last: PositiveInt = 2  # recent checkpoints to keep, besides the best one
+    log_interval: PositiveInt = 10  # steps between lines of log.jsonl
+    curves: bool = True  # write loss.png and TensorBoard files, if these packages are installed
+    wandb: bool = False  # log to Weights & Biases
+    # machine
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda, mps or cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of matmuls
+    compile: Literal["auto", True, False] = "auto"  # use torch.compile; auto: long runs on CUDA
+    recompute: bool = False  # save memory: recompute activations in the backward pass
+    deterministic: bool = False  # reproducible results on a GPU too, at some cost in speed
+    fsdp: bool = False  # shard the model over all processes, if it does not fit on one GPU
 
-    def __post_init__(self):
-        super().__post_init__()
+    def __post_init__(self):  # GPTConfig checks the sizes once they are known
         check_numbers(self)
         if not is_plain_name(self.dataset):
             raise ValueError(f"--dataset={self.dataset!r}: give a name under data/, not a path")
@@ -104,9 +118,15 @@ class TrainConfig(GPTConfig):  # and its fields; these are the quick start's
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
 
 
-# A flag that changes one of these would make it a different run: resuming refuses it.
-FIXED = {"init_from", "batch_size", "gradient_accumulation_steps", "optimizer", "seed"}
-FIXED |= {"block_size", "n_layer", "n_head", "n_embd", "vocab_multiple", "bias"}
+# A flag that changes one of these would make it a different run: resuming refuses it. So it does
+# if another number of sequences is in a step.
+FIXED = {"init_from", "optimizer", "seed", "vocab_multiple"}
+FIXED |= {"block_size", "n_layer", "n_head", "n_embd", "bias"}
+
+# What is None in a run of --max_iters is not planned. Its rates follow from the width.
+SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
+SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1}
+SMALL |= {"max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -190,16 +210,14 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 def main():
     # ------------------------------------------------------------ configuration
     config, given = load(TrainConfig, __doc__, presets=True)
-    said, last = set(given), next((n for n in given if n in ("minutes", "max_iters")), "")
-    if last == "minutes" and (config.resume or config.eval_only):
+    last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
+    if config.resume and last == "minutes":
         raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
     processes = Processes()
     run_directory = RunDirectory(Path(config.out_dir), processes)
     source, state = None, {}  # the checkpoint to start from; what else a resumed run needs
-    if config.eval_only:
-        config.eval_tokens = given.get("eval_tokens", 0)  # the whole split, even with a preset
-    else:  # explicit flags override the settings of a resumed run
+    if not config.eval_only:  # what is given overrides the settings of a resumed run
         config, source, state = run_directory.resume_or_begin(config, given, FIXED)
     device = processes.use_device(config.device)
     choose_algorithms(config.deterministic)
@@ -207,25 +225,32 @@ def main():
     # ------------------------------------------------------------ source and plan
     if source is None and config.init_from != "scratch":
         source = find_checkpoint(config.init_from)
-    longest = math.inf  # sequence that the source allows
-    if source:
-        longest = take_sizes(config, given, GPT, source)
-        said |= GPTConfig.__dataclass_fields__.keys() - {"block_size", "dropout"}
+    longest = take_sizes(config, given, GPT, source) if source else math.inf  # sequence
     missing = config.dataset == "quickstart" and not any(Path("data/quickstart").glob("*"))
     if missing and processes.is_main and not config.eval_only:
         prepare(PrepareConfig())
     processes.barrier()
-    if not (state or config.eval_only):
-        if not (last or config.dataset == "quickstart"):
-            config.minutes = 1.0
-        if last != "max_iters" and config.minutes:
-            set_up_candidate = partial(set_up, source=source, processes=processes)
-            plan_run(config, said, longest, set_up_candidate, processes)
-
-    # ------------------------------------------------------------ data
+    if not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
+        config.max_iters = None
+        set_up_candidate = partial(set_up, source=source, processes=processes)
+        plan_run(config, longest, set_up_candidate, processes)
+    elif not state:
+        config.minutes = 0.0
+        fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
+        choose_rates(config)
     if config.min_lr > config.learning_rate:
         raise UserError(f"--min_lr={config.min_lr}: at most --learning_rate={config.learning_rate}")
-    data = Dataset(config.dataset, config.block_size, config.eval_tokens)
+    if config.warmup_iters > config.max_iters:
+        print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
+    if state:
+        step = state["progress"].step
+        before = SimpleNamespace(**vars(config) | state["config"])
+        rates = [learning_rate(step - 1, settings) for settings in (before, config)]
+        if rates[0] != rates[1]:
+            print(f"the learning rate jumps from {rates[0]:.3g} to {rates[1]:.3g} at step {step}")
+
+    # ------------------------------------------------------------ data
+    data = Dataset(config.dataset, config.block_size, eval_part(vars(config)))
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
         changed = f"{data.directory} is not what {config.out_dir} was trained on"
         raise UserError(f"{changed}: prepare it again, or give --allow_changed_data")
@@ -239,6 +264,9 @@ def main():
         return
     if not state:
         print_uninitialised(model, optimizers)
+    if data.val_targets < len(data.val) - 1:
+        but = ", the last one all" * (config.eval_tokens is None)
+        print(f"evaluations cover {data.val_targets:,} of {len(data.val) - 1:,} tokens{but}")
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     run_directory.restore(config, model, optimizers, scaler, state)
     progress = state.get("progress", Progress())
@@ -314,13 +342,18 @@ def main():
             with report.paused():
                 with autocast:
                     val_loss, bits_per_byte = evaluate(parallel, data, config, processes)
+                    comparable = val_loss  # over the same tokens each time
+                    if done == config.max_iters and config.eval_tokens is None:
+                        data.validate_on(0)
+                        val_loss, bits_per_byte = evaluate(parallel, data, config, processes)
                 train_loss = float(progress.loss_sum) / progress.loss_steps
                 check_finite("a loss", train_loss + val_loss, done, config)  # before it is saved
                 progress.loss_sum, progress.loss_steps = 0.0, 0
-                progress.best = min(progress.best, val_loss)
                 metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
                 metrics |= {"bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
-                report.evaluation(metrics, best=val_loss == progress.best)
+                metrics |= {"comparable_loss": comparable} if comparable != val_loss else {}
+                progress.best = min(progress.best, comparable)
+                report.evaluation(metrics, best=comparable == progress.best)
                 save(metrics)  # before a changed model's generate can fail
                 report.sample(sample_lines(model, data, config.seed + done, processes))
         if stopped:

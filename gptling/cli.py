@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -25,6 +25,8 @@ from gptling.files import UserError as UserError  # re-exported
 CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # these two are for check_numbers
 Fraction = Annotated[float, "below 1"]
+T = TypeVar("T")
+Planned = Annotated[T | None, "planned"]  # what None means; for --help
 
 
 def optional_package(name: str, install: str) -> ModuleType:
@@ -125,11 +127,13 @@ def read_preset(name: str) -> list[str]:
 
 
 def hide_empty_defaults(cls: type):
-    """Have --help show no default that is None or empty, and mark what may be repeated."""
+    """Have --help show no default that is None or empty, and mark what may be repeated or is
+    planned."""
     hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):
         if field.default in (None, "", ()):
             hint = "(repeatable)" if field.default == () else ""
+            hint = "(default: planned)" if "planned" in str(hints[field.name]) else hint
             hidden = tyro.conf.arg(help_behavior_hint=hint)
             cls.__annotations__[field.name] = Annotated[hints[field.name], hidden]
 
@@ -148,8 +152,8 @@ def check_numbers(config: Any):
     """Raise ValueError for a number among the fields of a dataclass that is negative, or not what
     PositiveInt or Fraction say."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value, lowest = getattr(config, name), 1 if hint == PositiveInt else 0
+        value, lowest = getattr(config, name), 1 if "at least 1" in str(hint) else 0
         if isinstance(value, int | float) and not value >= lowest:  # which NaN is not, either
             raise ValueError(f"--{name}={value}: must be at least {lowest}")
-        if hint == Fraction and value >= 1:
+        if "below 1" in str(hint) and value is not None and value >= 1:
             raise ValueError(f"--{name}={value}: must be below 1")

@@ -6,10 +6,9 @@ https://arxiv.org/abs/2505.13738.
 """
 
 import copy
-import io
 import math
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 
 import torch
 
@@ -23,21 +22,49 @@ TOKENS_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
 MAX_EPOCHS, SHORT_TEXT_STEPS = 12, 200  # the larger of the two ends a run
 MAX_PARAMETERS_PER_TOKEN = 25  # of the text. Times the epochs, they are its memorisation:
 DROPOUT_MEMORISATION, MAX_MEMORISATION = 35, 200
-EVALUATING_SHARE, MEASURING_SHARE, MEASURING_SECONDS = 0.04, 0.1, 15.0  # of the time, at most
+EVALUATING_SHARE, LAST_EVALUATION = 0.04, 0.2  # of the time, at most: parts; the whole split
+MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time; the smaller of the two
 RESERVE, DROPOUT_COST = 1.07, 1.4  # times a step: for data and the log; for dropout on a CPU
 SAVING, SAVING_PER_PARAMETER = 1.0, 1e-7  # seconds of a checkpoint and its sample: the larger
+
+
+def fill_in(config, values: dict):
+    """Set those fields of train.py's configuration that are None."""
+    vars(config).update({k: v for k, v in values.items() if getattr(config, k, 0) is None})
+
+
+def choose_rates(config):
+    """Set the rates and the warm-up that are None. Wide models need lower rates, and a model that
+    is trained already (init_from) a tenth. AdamW has lower ones if it trains the matrices, too."""
+    width, tenth = config.n_embd, 1 if config.init_from == "scratch" else 10
+    rate = 0.01 * min(1, 192 / width)
+    if config.optimizer == "adamw":
+        rate = 0.001 * math.sqrt(256 / width)
+    muon_lr = 0.05 * min(1, math.sqrt(128 / width))
+    fill_in(config, {"learning_rate": rate / tenth, "muon_lr": muon_lr / tenth})
+    steps = math.ceil(config.max_iters / 50)
+    fill_in(config, {"min_lr": config.learning_rate / 100, "warmup_iters": steps})
 
 
 def tokens_per_step(fields: dict) -> int:
     return math.prod(fields[k] for k in ("batch_size", "block_size", "gradient_accumulation_steps"))
 
 
-class Planner:
-    """The rules. They plan the fields of train.py's configuration that are not `fixed`."""
+def eval_part(fields: dict) -> int:
+    """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is None, evaluations
+    have a share of the time. A token costs a third of its training, without a backward pass."""
+    if fields.get("eval_tokens") is not None:
+        return fields["eval_tokens"]
+    tokens = EVALUATING_SHARE * fields["eval_interval"] * 3 * tokens_per_step(fields)
+    return max(fields["block_size"], int(tokens))
 
-    def __init__(self, config, fixed: dict, data: Dataset, longest: float, set_up, processes):
-        self.config, self.fixed, self.data = config, fixed, data
-        self.set_up, self.processes, self.world_size = set_up, processes, processes.world_size
+
+class Planner:
+    """The rules. They plan the fields of train.py's configuration that are None."""
+
+    def __init__(self, config, data: Dataset, longest: float, set_up, processes):
+        self.config, self.data, self.set_up, self.processes = config, data, set_up, processes
+        self.fixed = {name: value for name, value in vars(config).items() if value is not None}
         self.train_tokens, self.val_tokens = data.n_tokens, len(data.val)
         self.vocab_size, self.longest = data.tokenizer.n_vocab, min(longest, data.longest)
         self.compiling, self.memory = 0.0, math.inf  # seconds, bytes
@@ -52,7 +79,7 @@ class Planner:
         fields = self.fields_for(candidate, steps * tokens_per_step(candidate))
         if fields != candidate:
             step = self.time_step(fields)
-        return fields | self.schedule(fields, step) | self.fixed
+        return fields | self.schedule(fields, step)
 
     def choose_model(self) -> tuple[dict, float]:
         """Return the fields of the largest model that sees enough tokens, and a step's seconds."""
@@ -96,14 +123,14 @@ class Planner:
         fields = sizes | {
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
             "block_size": min(1024, block_size, self.longest),
-            "gradient_accumulation_steps": self.world_size,
+            "gradient_accumulation_steps": self.processes.world_size,
             "batch_size": 1,
         }
         fields |= {name: self.fixed[name] for name in fields.keys() & self.fixed.keys()}
         if "batch_size" not in self.fixed:
             sequences = max(1024, 9.3 * tokens**0.383) / tokens_per_step(fields)
             accumulation = fields["gradient_accumulation_steps"]
-            multiple = math.lcm(accumulation, self.world_size) // accumulation
+            multiple = math.lcm(accumulation, self.processes.world_size) // accumulation
             fields["batch_size"] = multiple * 2 ** max(0, round(math.log2(sequences / multiple)))
         may_accumulate = not self.fixed.keys() & {"batch_size", "gradient_accumulation_steps"}
         while may_accumulate and fields["batch_size"] % 2 == 0 and not self.fits(fields):
@@ -115,37 +142,31 @@ class Planner:
         return fields
 
     def schedule(self, fields: dict, step: float) -> dict:
-        """Return how many steps of `step` seconds fill the time with evaluations, and the rates."""
-        seconds, step = self.seconds_left() - SAVING, RESERVE * step
+        """Return how many steps of `step` seconds fill the time with evaluations. eval_tokens is
+        None if the last one covers the whole split, and those before a part (see eval_part)."""
+        seconds, step, at_once = (
+            self.seconds_left() - SAVING,
+            RESERVE * step,
+            tokens_per_step(fields),
+        )
         most = max(1.0, seconds / step)  # steps
         n_evaluations = max(3, min(10, int(seconds // 60)))
         interval = min(most, self.fixed.get("eval_interval", most / n_evaluations))
-        # Evaluating has no backward pass, so a token costs a third of its training.
-        share = int(EVALUATING_SHARE * interval * 3 * tokens_per_step(fields))
-        eval_tokens = self.fixed.get("eval_tokens", max(fields["block_size"], share))
-        eval_tokens = min(eval_tokens or self.val_tokens, self.val_tokens)
-        evaluation = eval_tokens / tokens_per_step(fields) * step / 3  # seconds
-        evaluation += max(SAVING, SAVING_PER_PARAMETER * self.parameters(fields))
+        part = eval_part(fields | {"eval_interval": interval, **self.fixed})
+        part = min(part or self.val_tokens, self.val_tokens)
+        evaluation = part / at_once / 3  # steps: a token has no backward pass
+        evaluation += max(SAVING, SAVING_PER_PARAMETER * self.parameters(fields)) / step
         if "eval_interval" in self.fixed:
-            n_evaluations = max(1.0, most / (interval + evaluation / step))
+            n_evaluations = max(1.0, most / (interval + evaluation))
         else:  # half of the time at most
-            n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / evaluation)))
-        steps = min(max(1, int(most - n_evaluations * evaluation / step)), self.max_steps(fields))
-        width = fields["n_embd"]
-        rate, muon_lr = 0.01 * min(1, 192 / width), 0.05 * min(1, math.sqrt(128 / width))
-        if self.fixed.get("optimizer") == "adamw":  # it trains the matrices, too
-            rate = 0.001 * math.sqrt(256 / width)
-        if self.fixed.get("init_from", "scratch") != "scratch":
-            rate, muon_lr = rate / 10, muon_lr / 10
-        return {
-            "max_iters": steps,
-            "warmup_iters": math.ceil(steps / 50),
-            "learning_rate": rate,
-            "min_lr": self.fixed.get("learning_rate", rate) / 100,
-            "muon_lr": muon_lr,
-            "eval_interval": math.ceil(steps / n_evaluations),
-            "eval_tokens": eval_tokens if eval_tokens < self.val_tokens else 0,
-        }
+            n_evaluations = max(1, min(n_evaluations, int(most / 2 / evaluation)))
+        last = self.val_tokens / at_once / 3
+        eval_tokens = part if part < self.val_tokens else 0
+        if 0 < eval_tokens != self.fixed.get("eval_tokens") and last < LAST_EVALUATION * most:
+            eval_tokens, most = None, most - last
+        steps = min(max(1, int(most - n_evaluations * evaluation)), self.max_steps(fields))
+        interval = math.ceil(steps / n_evaluations)
+        return {"max_iters": steps, "eval_interval": interval, "eval_tokens": eval_tokens}
 
     def parameters(self, sizes: dict) -> int:
         """Return about how many parameters a GPT of these sizes has."""
@@ -174,45 +195,46 @@ class Planner:
         return 60 * self.config.minutes - self.seconds_since(STARTED) - self.compiling
 
     def time_step(self, fields: dict) -> float:
-        """Return the seconds of a step on random tokens: the lower quartile of 20 at most."""
+        """Return the mean seconds of a step on random tokens: of 20 at most, after the first."""
         candidate = copy.copy(self.config)
-        vars(candidate).update(fields)
-        batch_size, micro_steps = micro_batches(candidate, self.world_size)
+        vars(candidate).update(fields, max_iters=1)
+        choose_rates(candidate)
+        batch_size, micro_steps = micro_batches(candidate, self.processes.world_size)
         idx = torch.randint(self.vocab_size, (batch_size, candidate.block_size))
         idx = self.processes.to_device(idx)
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the run says it
+        with redirect_stdout(None):  # the run says it
             _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
         limit = min(MEASURING_SHARE * 60 * self.config.minutes, MEASURING_SECONDS) / 4
-        times, spent = [], 0.0
-        # The first step allocates: it is the only one if it takes too long by itself.
-        while len(times) < 20 and spent <= limit * (4 if len(times) == 1 else 1):
+        times = []
+        while len(times) <= 20 and sum(times[1:]) <= limit:
             start = time.perf_counter()
             for _ in range(micro_steps):
                 with autocast:
                     objective, _ = objective_and_parts(compiled(idx, idx))
                 objective.backward()
+            torch.nn.utils.clip_grad_norm_(parallel.parameters(), math.inf)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
             times.append(self.seconds_since(start))
-            if len(times) == 1 and compiled is not parallel:
-                self.compiling = times[0]  # the run compiles once more
-            spent = sum(times) - self.compiling
+            # The first step allocates: it is the only one if it takes too long by itself.
+            if compiled is parallel and times[0] > 4 * limit:
+                break
         if compiled is not parallel:
+            self.compiling = times[0]  # the run compiles once more
             torch.compiler.reset()  # or the next shape would be compiled for all shapes
-        return sorted(times)[len(times) // 4]
+        return sum(times[1:] or times) / len(times[1:] or times)
 
 
-def plan_run(config, said: set, longest: float, set_up, processes):
-    """Plan a run of config.minutes from the program's start: print the plan and write it into
-    train.py's configuration, where the fields in `said` stay. longest: the longest sequence that
-    --init_from allows; set_up: train.py's."""
-    fixed = {name: getattr(config, name) for name in said - {"max_iters"}}
-    fixed |= {} if hasattr(config, "dropout") else {"dropout": 0.0}  # a changed model has none
-    data = Dataset(config.dataset, fixed.get("block_size", 1), eval_tokens=1)
-    planner = Planner(config, fixed, data, longest, set_up, processes)
-    vars(config).update(planner.plan())
+def plan_run(config, longest: float, set_up, processes):
+    """Plan a run of config.minutes from the program's start: fill in what is None in train.py's
+    configuration, and print the plan. longest: the longest sequence that --init_from allows;
+    set_up: train.py's."""
+    data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
+    planner = Planner(config, data, longest, set_up, processes)
+    fill_in(config, planner.plan())
+    choose_rates(config)
     at_once = tokens_per_step(vars(config))
     epochs = config.max_iters * at_once / data.n_tokens
     muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""

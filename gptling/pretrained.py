@@ -95,7 +95,11 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
     if source is None:
         multiple = config.vocab_multiple
         sizes["vocab_size"] = math.ceil(data.tokenizer.n_vocab / multiple) * multiple
-        model = model_class(model_class.config_class(**sizes))
+        try:
+            model_config = model_class.config_class(**sizes)
+        except ValueError as error:  # its checks
+            raise UserError(str(error)) from None
+        model = model_class(model_config)
     else:
         data.check_tokenizer(source, config.vocab_size)
         del sizes["block_size"]
@@ -122,9 +126,9 @@ def take_sizes(config: Any, given: dict, model_class: type, source: Path) -> int
     flags give. Returns the model's block_size. Raises UserError for a longer --block_size."""
     stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
     longest = stored["block_size"]
-    if "block_size" not in given:
-        config.block_size = longest if config.eval_only else min(config.block_size, longest)
-    if config.block_size > longest:
+    if config.eval_only and config.block_size is None:
+        config.block_size = longest
+    if (config.block_size or 0) > longest:
         raise UserError(f"--block_size={config.block_size}: {source} has {longest}")
     for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
         setattr(config, name, stored[name])

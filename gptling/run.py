@@ -54,10 +54,14 @@ def read_metrics(checkpoint: Path) -> dict[str, Any]:
 
 
 def best_checkpoint(run: str | Path) -> Path | None:
-    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones."""
-    newest_first = list_checkpoints(run)[::-1]
-    losses = {path: read_metrics(path).get("val_loss", math.inf) for path in newest_first}
-    return min(newest_first, key=losses.get, default=None)
+    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones. Of
+    a last evaluation that covers more than those before, the loss over their tokens counts."""
+
+    def loss(checkpoint):
+        metrics = read_metrics(checkpoint)
+        return metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
+
+    return min(list_checkpoints(run)[::-1], key=loss, default=None)
 
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:

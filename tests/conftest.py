@@ -114,6 +114,17 @@ def one_process():
     return processes
 
 
+def small(**settings):
+    """train.py's configuration in a run of --max_iters, with nothing left to plan."""
+    from gptling.plan import choose_rates, fill_in
+    from train import SMALL, TrainConfig
+
+    config = TrainConfig(**settings)
+    fill_in(config, SMALL)
+    choose_rates(config)
+    return config
+
+
 def run_script(script, *arguments, cwd, stdin="", **environment):
     """Run a script of the project; returns the finished process with its output in bytes."""
     arguments = [str(ROOT / script), *map(str, arguments)]

@@ -13,8 +13,7 @@ import torch
 from gptling.dataset import Dataset, get_sequences, micro_batches
 from gptling.files import UserError
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
-from tests.conftest import one_process
-from train import TrainConfig
+from tests.conftest import one_process, small
 
 AB = build_tokenizer("char", ["ab"], end_of_text=False)
 
@@ -46,7 +45,7 @@ def visited(shards, config, steps):
 def test_an_epoch_visits_every_sequence_once(lengths):
     ends = np.cumsum([0, *lengths])
     shards = [np.arange(a, b) for a, b in itertools.pairwise(ends)]
-    config = TrainConfig(block_size=16, batch_size=1)
+    config = small(block_size=16, batch_size=1)
     n = sum(max(length // 16 - 1, int(length > 16)) for length in lengths)
     epochs = [visited(shards, config, range(e * n, (e + 1) * n)) for e in range(4)]
     for starts in epochs:
@@ -64,7 +63,7 @@ def test_an_epoch_visits_every_sequence_once(lengths):
 def test_targets_are_the_next_tokens_and_a_copy(here):
     write_data("mine", np.arange(1000) % 10, [1] * 50)
     data = Dataset("mine", block_size=16)
-    config = TrainConfig(block_size=16, batch_size=5)
+    config = small(block_size=16, batch_size=5)
     ((x, y),) = data.batches(config, range(3, 4), one_process())
     assert x.shape == y.shape == (5, 16) and x.dtype == torch.int64
     assert torch.equal(y, (x + 1) % 10) and torch.equal(x[:, 1:], y[:, :-1])
@@ -74,7 +73,7 @@ def test_targets_are_the_next_tokens_and_a_copy(here):
 
 
 def test_a_batch_is_a_function_of_seed_and_step():
-    shards, config = [np.arange(5000)], TrainConfig(block_size=16, batch_size=8)
+    shards, config = [np.arange(5000)], small(block_size=16, batch_size=8)
     later = get_sequences(shards, config, 1000)
     assert torch.equal(get_sequences(shards, config, 1000), later)
     other = get_sequences(shards, dataclasses.replace(config, seed=1), 1000)
@@ -84,9 +83,9 @@ def test_a_batch_is_a_function_of_seed_and_step():
 
 
 def test_a_step_has_the_same_sequences_however_it_is_cut():
-    shards, whole = [np.arange(50_000)], TrainConfig(block_size=16, batch_size=16)
+    shards, whole = [np.arange(50_000)], small(block_size=16, batch_size=16)
     for n, processes, step in itertools.product((1, 2, 4, 16), (1, 2, 4), (0, 7, 300)):
-        config = TrainConfig(block_size=16, batch_size=16 // n, gradient_accumulation_steps=n)
+        config = small(block_size=16, batch_size=16 // n, gradient_accumulation_steps=n)
         places = itertools.product(range(micro_batches(config, processes)[1]), range(processes))
         parts = [get_sequences(shards, config, step, m, rank, processes) for m, rank in places]
         assert torch.equal(torch.cat(parts), get_sequences(shards, whole, step))
@@ -100,7 +99,7 @@ def test_batches_are_in_order_and_an_error_reaches_the_loop(here, monkeypatch):
 
     monkeypatch.setattr("gptling.dataset.get_sequences", load)
     write_data("mine", [1] * 50, [1] * 50)
-    config = TrainConfig(batch_size=2, gradient_accumulation_steps=3)
+    config = small(batch_size=2, gradient_accumulation_steps=3)
     batches = Dataset("mine", 16).batches(config, range(5, 9), one_process())
     found = [(int(x), int(y)) for x, y in itertools.islice(batches, 6)]
     assert found == list(itertools.product((5, 6), range(3)))

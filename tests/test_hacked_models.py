@@ -200,7 +200,7 @@ def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
         before = [parameter.clone() for parameter in model.parameters()]
         _, loss, *terms = model.train()(idx, targets)
         sum(terms[0].values() if terms else (), start=loss).backward()
-        config = scripts.train.TrainConfig(optimizer=optimizer)
+        config = scripts.train.TrainConfig(optimizer=optimizer, learning_rate=0.01, muon_lr=0.05)
         for each in scripts.train.configure_optimizers(model, config):
             for group in each.param_groups:
                 group["lr"] = 1e-2 * group.get("lr_scale", 1)
@@ -260,7 +260,9 @@ def test_new_parameters_are_printed_with_their_optimizer_and_norms_keep_what_the
     model = scripts.model.GPT(scripts.model.GPTConfig(**SIZES))
     assert all((block.ln_2.weight == 0.5).all() for block in model.h)
     for name, optimizer in (("muon", "Muon"), ("adamw", "AdamW")):
-        config = scripts.train.TrainConfig(optimizer=name, weight_decay=0.3)
+        config = scripts.train.TrainConfig(
+            optimizer=name, weight_decay=0.3, learning_rate=0.01, muon_lr=0.05
+        )
         optimizers = scripts.train.configure_optimizers(model, config)
         print_uninitialised(model, optimizers)
         said = f"not drawn by init_weights: h.*.mix ({optimizer}, weight decay 0.3)\n"

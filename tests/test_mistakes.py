@@ -67,7 +67,7 @@ MISTAKES = [
     # ------------------------------------------------------------ flags and presets
     ("train.py --datset=shakespeare_char", "--datset", "--dataset", 2),
     ("train.py --n_layer=two", "--n_layer", "'two'", 2),
-    ("train.py --n_embd=30 --n_head=4", "30", "4", "divisible", 2),
+    ("train.py NEW --dataset=mine --n_embd=30 --n_head=4", "30", "4", "divisible"),
     ("train.py --max_iters=0", "--max_iters=0", "at least 1", 2),
     ("train.py --learning_rate=nan", "--learning_rate=nan", 2),
     ("train.py --beta2=1", "--beta2=1.0", "below 1", 2),
@@ -191,7 +191,7 @@ def check(process, *expected):
     lines = [line for line in error.splitlines(keepends=True) if " parameters; " not in line]
     assert process.returncode == code and "Traceback" not in error, error
     if error.startswith("╭"):
-        assert code == 2 and len(lines) <= 12
+        assert code == 2 and len(lines) <= 14
     else:
         assert len(lines) == 1 and lines[0].endswith("\n") and ": error: " in lines[0], error
     for word in words:  # a box may break a line, and a word at a hyphen

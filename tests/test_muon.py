@@ -56,4 +56,5 @@ def test_a_parameter_whose_matrices_do_not_add_up_is_named():
     model.h[1].attn.c_attn.weight.matrices = [4, 4, 4]
     model.h[1].attn.c_attn.weight.grad = torch.ones(10, 4)
     with pytest.raises(ValueError, match=r"h\.1\.attn\.c_attn\.weight has 10 rows.*\[4, 4, 4\]"):
-        configure_optimizers(model, TrainConfig(optimizer="muon"))[1].step()
+        config = TrainConfig(optimizer="muon", learning_rate=0.01, muon_lr=0.05)
+        configure_optimizers(model, config)[1].step()

@@ -18,7 +18,7 @@ from gptling.gpt2_format import ChangedModelError, load, save
 from gptling.pretrained import build_model, find_checkpoint, load_model, take_sizes
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, output_of
+from tests.conftest import ROOT, TINY, output_of, small
 from train import TrainConfig
 
 transformers = pytest.importorskip(
@@ -372,14 +372,14 @@ def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path
     (tmp_path / "config.json").write_text(
         json.dumps(theirs | {"vocab_size": 77, "resid_pdrop": 0.5})
     )
-    config, given, *_ = cli.load(TrainConfig, "", ["--dropout=0.2"], presets=True)
+    config, given = cli.load(TrainConfig, "", ["--dropout=0.2", "--block_size=32"], presets=True)
     assert take_sizes(config, given, GPT, tmp_path) == 32
     sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(GPTConfig)}
     assert GPTConfig(**sizes) == GPTConfig(32, 77, 3, 3, 48, dropout=0.2, bias=True)
-    for block_size, eval_only, longest in ((8, False, 8), (8, True, 32)):
+    for block_size, eval_only, longest in ((8, True, 8), (None, False, None), (None, True, 32)):
         config = TrainConfig(block_size=block_size, eval_only=eval_only, init_from="any")
         take_sizes(config, {}, GPT, tmp_path)
-        assert config.block_size == longest and config.dropout == 0.0, "its dropout is not a size"
+        assert config.block_size == longest and config.dropout is None, "its dropout is no size"
     with pytest.raises(UserError, match=r"--block_size=33: .* has 32"):
         take_sizes(TrainConfig(block_size=33), {"block_size": 33}, GPT, tmp_path)
 
@@ -389,7 +389,7 @@ def test_a_new_model_has_the_tokenizers_vocabulary_rounded_up(multiple, vocab_si
     tokenizer = build_tokenizer("char", "abcdefghijklmnopqrstuvwxyz", end_of_text=True)
     data = SimpleNamespace(tokenizer=tokenizer, tokenizer_json=tokenizer_to_json(tokenizer))
     data.check_tokenizer = lambda *_: None
-    config = TrainConfig(vocab_multiple=multiple, n_embd=16)
+    config = small(vocab_multiple=multiple, n_embd=16)
     model = build_model(GPT, config, data, None)
     assert model.training and model.wte.weight.shape == (vocab_size, 16)
     assert model.valid_tokens.tolist() == [True] * 27 + [False] * (vocab_size - 27)

@@ -10,8 +10,7 @@ import torch
 from gptling.report import Report, draw_curves, print_header, sample_lines
 from gptling.run import Progress
 from model import GPT, GPTConfig
-from tests.conftest import TINY, one_process, output_of, run_here
-from train import TrainConfig
+from tests.conftest import TINY, one_process, output_of, run_here, small
 
 ADAMW = [SimpleNamespace(param_groups=[{"lr": 1e-3}])]
 
@@ -21,7 +20,7 @@ def read_log(run):
 
 
 def report_of(out_dir, model=None, processes=None, step=0, **settings):
-    config = TrainConfig(out_dir=str(out_dir), curves=False, **settings)
+    config = small(out_dir=str(out_dir), curves=False, **settings)
     model = model or GPT(GPTConfig(8, 11, 1, 2, 4))
     return Report(config, processes or one_process(), Progress(step=step), model)
 
@@ -112,7 +111,7 @@ def test_the_first_lines_say_what_is_trained_on_what(capsys):
     n = sum(p.numel() for p in model.parameters())
     data = SimpleNamespace(n_tokens=12_800, val=[0] * 2000)
     sizes = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 4, "max_iters": 1000}
-    config = TrainConfig(**sizes, batch_size=4, gradient_accumulation_steps=2, out_dir="out/a")
+    config = small(**sizes, batch_size=4, gradient_accumulation_steps=2, out_dir="out/a")
     for step, count, rest in ((0, f"{n} parameters", ""), (7, f"4 of {n} param", ", from step 7")):
         print_header(config, one_process(), Progress(step=step), model, data, "float32")
         lines = capsys.readouterr().out.splitlines()

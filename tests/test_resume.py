@@ -30,6 +30,7 @@ from tests.conftest import (
     output_of,
     run_here,
     run_script,
+    small,
     weights,
 )
 from train import FIXED, TrainConfig, configure_optimizers
@@ -181,7 +182,7 @@ def saver(directory):
     """A function that saves a tiny model there, with its metrics."""
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
-    scaler, config = torch.amp.GradScaler("cpu", enabled=False), TrainConfig(keep_last=1)
+    scaler, config = torch.amp.GradScaler("cpu", enabled=False), small(keep_last=1)
     run.restore(config, model, [], scaler, {})
     progress = runs.Progress()
     return lambda metrics: run.save(metrics, model, model, [], scaler, progress, config, data)
@@ -290,30 +291,30 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
     + [("bias", True), ("optimizer", "adamw"), ("init_from", "out/other")],
 )
 def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
-    saved = asdict(TrainConfig())
+    saved = asdict(small())
     with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; leave"):
-        resumed_config(TrainConfig(), saved, {flag: value}, FIXED)
+        resumed_config(small(), saved, {flag: value}, FIXED)
 
 
 def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):
     once = {"allow_changed_data": True, "allow_changed_model": True, "minutes": 2.0}
-    saved = asdict(TrainConfig(max_iters=7)) | once | {"overwrite": True, "ema": 0.9}
+    saved = asdict(small(max_iters=7)) | once | {"overwrite": True, "ema": 0.9}
     del saved["keep_last"]  # a setting that the run does not have yet
-    now = TrainConfig(resume=True, allow_changed_model=True)
-    assert resumed_config(now, saved, {}, FIXED) == replace(now, max_iters=7)
+    now = small(resume=True, allow_changed_model=True)
+    assert resumed_config(now, saved, {}, FIXED) == replace(now, max_iters=7, warmup_iters=1)
     assert capsys.readouterr().out == "ema: 0.9 in the run, unknown to this code\n"
 
 
 @pytest.mark.parametrize("batch_size, steps, allowed", [(16, 2, True), (32, 2, False)])
 def test_a_step_may_be_cut_into_other_micro_batches(batch_size, steps, allowed, capsys):
     """Of as many sequences: 32."""
-    saved = asdict(TrainConfig(batch_size=32, gradient_accumulation_steps=1))
+    saved = asdict(small(batch_size=32, gradient_accumulation_steps=1))
     given = {"batch_size": batch_size, "gradient_accumulation_steps": steps}
     if not allowed:
         with pytest.raises(UserError, match=r"is 64: the run has 32; leave both out"):
-            resumed_config(TrainConfig(), saved, given, FIXED)
+            resumed_config(small(), saved, given, FIXED)
         return
-    assert resumed_config(TrainConfig(), saved, given, FIXED) == replace(TrainConfig(), **given)
+    assert resumed_config(small(), saved, given, FIXED) == replace(small(), **given)
     said = ["batch_size: 32 -> 16", "gradient_accumulation_steps: 1 -> 2"]
     assert capsys.readouterr().out.splitlines() == said
 
@@ -372,7 +373,7 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
     assert contents(finished / "out/mine.old") == new
     second = RunDirectory(run, one_process())  # the lock of the new directory, not of the moved one
     second.lock = lock_directory(run)
-    second.start(TrainConfig(), 0)
+    second.start(small(), 0)
     with pytest.raises(UserError, match="another process"):
         lock_directory(run)
     lock_directory(finished / "out/mine.old").release()
@@ -414,7 +415,7 @@ def make_optimizers(kind, model, again=False):
     if kind == "other groups":
         groups = [{"params": params[:3]}, {"params": params[3:]}]
         return [torch.optim.AdamW(params[::-1] if again else groups, weight_decay=0.1)]
-    return configure_optimizers(model, TrainConfig(optimizer=kind))
+    return configure_optimizers(model, small(optimizer=kind))
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "any", "other groups"])
@@ -422,7 +423,7 @@ def test_the_state_of_any_optimizer_continues_as_it_was(kind, tmp_path, capsys):
     """By names, whatever the groups and their order; stored, and each number in its dtype."""
     idx, scaler, ends = torch.arange(8)[None], torch.amp.GradScaler("cpu", enabled=False), []
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
-    config = TrainConfig()
+    config = small()
     for stop in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(8, 11, 1, 2, 4))
@@ -459,15 +460,15 @@ def test_what_is_not_as_in_the_run_is_printed_and_another_optimizer_starts_witho
     state = load_training_state(finished / "out/mine/checkpoint-20")
     scaler, model = torch.amp.GradScaler("cpu", enabled=False), GPT(GPTConfig(16, 26, 2, 2, 16))
     run = RunDirectory(finished / "out/mine", one_process())
-    restore = partial(run.restore, TrainConfig(), model, scaler=scaler, state=state)
+    restore = partial(run.restore, small(), model, scaler=scaler, state=state)
     for optimizers, changed in (
-        (configure_optimizers(model, TrainConfig(weight_decay=0.3)), ""),
+        (configure_optimizers(model, small(weight_decay=0.3)), ""),
         ([Optimizer(model.parameters())], "changed since that checkpoint: optimizers\n"),
     ):
         restore(optimizers=optimizers)
         assert capsys.readouterr().out == changed
         assert all(bool(each.state) == (not changed) for each in optimizers)
-    adamw = configure_optimizers(model, TrainConfig(weight_decay=0.3))
+    adamw = configure_optimizers(model, small(weight_decay=0.3))
     restore(optimizers=adamw)
     assert [g["weight_decay"] for o in adamw for g in o.param_groups] == [0.3, 0.0, 0.3]
     state["code"] |= {"train.py": "another", "model.py": "another"}

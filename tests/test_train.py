@@ -20,7 +20,7 @@ from gptling.muon import Muon
 from gptling.run import list_checkpoints
 from gptling.tokenizers import build_tokenizer
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, one_process, output_of, run_here, weights
+from tests.conftest import ROOT, TINY, one_process, output_of, run_here, small, weights
 from tests.test_dataset import write_data
 from train import TrainConfig, configure_optimizers, evaluate, learning_rate
 
@@ -56,7 +56,7 @@ SCHEDULES = get_args(get_type_hints(TrainConfig)["schedule"])
 @pytest.mark.parametrize("max_iters", [1, 2, 9, 10, 50, 2000])
 def test_every_schedule_rises_then_falls_to_min_lr(max_iters, schedule):
     warmup, rates = max_iters // 10, {"learning_rate": 1e-3, "min_lr": 1e-4}
-    config = TrainConfig(max_iters=max_iters, warmup_iters=warmup, schedule=schedule, **rates)
+    config = small(max_iters=max_iters, warmup_iters=warmup, schedule=schedule, **rates)
     rates = [learning_rate(step, config) for step in range(max_iters)]
     assert rates[:warmup] == pytest.approx([1e-3 * (i + 1) / warmup for i in range(warmup)])
     assert all(a >= b for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
@@ -66,7 +66,7 @@ def test_every_schedule_rises_then_falls_to_min_lr(max_iters, schedule):
 
 
 def test_cosine_schedule_is_that_of_pytorch():
-    config = TrainConfig(schedule="cosine", max_iters=101, warmup_iters=0, min_lr=1e-3)
+    config = small(schedule="cosine", max_iters=101, warmup_iters=0, min_lr=1e-3)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=config.learning_rate)
     oracle = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100, eta_min=1e-3)
     for step in range(101):
@@ -78,7 +78,7 @@ def test_cosine_schedule_is_that_of_pytorch():
 @pytest.mark.parametrize("hold", [0.0, 0.5, 0.9])
 def test_linear_schedule_rises_holds_then_falls_in_a_line(hold):
     rates = {"learning_rate": 1e-2, "min_lr": 1e-3}
-    config = TrainConfig(schedule="linear", hold=hold, max_iters=1001, warmup_iters=1, **rates)
+    config = small(schedule="linear", hold=hold, max_iters=1001, warmup_iters=1, **rates)
     rates = np.array([learning_rate(step, config) for step in range(1001)])
     start = round(1 + 999 * hold)
     assert rates[: start + 1] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-3)
@@ -122,7 +122,7 @@ def test_muon_is_that_of_pytorch(weight_decay):
 def test_settings_reach_the_optimizers_and_only_matrices_decay(optimizer):
     """No value is the default of an optimizer."""
     given = dict(weight_decay=0.37, beta1=0.81, beta2=0.83, muon_momentum=0.71, muon_lr=0.5)
-    config = TrainConfig(optimizer=optimizer, learning_rate=0.25, **given)
+    config = small(optimizer=optimizer, learning_rate=0.25, **given)
     model = GPT(GPTConfig(8, 11, 1, 2, 4))
     groups = [g for each in configure_optimizers(model, config) for g in each.param_groups]
     assert all(group["betas"] == (0.81, 0.83) for group in groups if "betas" in group)
@@ -140,7 +140,7 @@ def test_what_has_no_gradient_is_left_as_it_is():
         model.h[0].mlp.c_fc.weight.requires_grad_(False)
         model.h[0].mlp.c_fc.bias.requires_grad_(False)
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        optimizers = configure_optimizers(model, TrainConfig(optimizer=optimizer))
+        optimizers = configure_optimizers(model, small(optimizer=optimizer))
         model(*torch.randint(11, (2, 2, 8)))[1].backward()
         model.h[1].attn.c_proj.weight.grad = None
         for each in optimizers:
@@ -172,7 +172,7 @@ def test_muon_keeps_its_bounds_where_a_gradient_has_few_directions(shape, dtype)
 
 def test_muon_takes_the_matrices_inside_the_blocks():
     model = GPT(GPTConfig(8, 11, 2, 2, 4))
-    adamw, muon = configure_optimizers(model, TrainConfig(optimizer="muon"))
+    adamw, muon = configure_optimizers(model, small(optimizer="muon"))
     names = {id(p): name for name, p in model.named_parameters()}
     rest, taken = (
         {names[id(p)] for group in each.param_groups for p in group["params"]}
@@ -188,7 +188,7 @@ def test_muon_leaves_embeddings_to_adamw_wherever_they_are():
     model = GPT(GPTConfig(8, 11, 2, 2, 4))
     model.h[0].values = torch.nn.Embedding(11, 4)
     model.h[1].exit = model.lm_head
-    adamw, muon = configure_optimizers(model, TrainConfig(optimizer="muon"))
+    adamw, muon = configure_optimizers(model, small(optimizer="muon"))
     decay, taken = ({id(p) for p in each.param_groups[0]["params"]} for each in (adamw, muon))
     for embedding in (model.wte, model.h[0].values):
         assert id(embedding.weight) in decay - taken
@@ -208,7 +208,7 @@ def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
     ids = np.random.default_rng(0).integers(0, 11, n_tokens)
     write_data(tmp_path / "data" / "mine", [1] * 50, ids, tokenizer)
     data = Dataset("mine", 16, eval_tokens)
-    nats, bits = evaluate(model, data, TrainConfig(block_size=16, batch_size=3), one_process())
+    nats, bits = evaluate(model, data, small(block_size=16, batch_size=3), one_process())
     assert model.training
     model.eval()
     in_all = math.ceil((n_tokens - 1) / 16)
@@ -296,7 +296,7 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
     output_of("train.py", *MINE, *flags, cwd=here)
     log = [entry for entry in read_log(here / "out" / "mine") if "loss" in entry]
     state = torch.load(here / "out/mine/checkpoint-20/training_state.pt", weights_only=True)
-    config = TrainConfig(**state["config"])
+    config = small(**state["config"])
     for entry in log:
         assert entry["lr"] == pytest.approx(learning_rate(entry["step"] - 1, config))
         assert entry["muon_lr"] == pytest.approx(4 * entry["lr"])

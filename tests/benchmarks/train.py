@@ -93,7 +93,8 @@ def worker(case: dict):
             use_float32_attention(model)
         for block in model.h if case.get("recompute") else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        train_config = TrainConfig(optimizer=case.get("optimizer", "adamw"), dtype=case["dtype"])
+        options = {"optimizer": case.get("optimizer", "adamw"), "dtype": case["dtype"]}
+        train_config = TrainConfig(**options, learning_rate=0.01, muon_lr=0.05)
         optimizers = configure_optimizers(model, train_config, case["dtype"])
     n = sum(p.numel() for p in model.parameters())
     compiled = torch.compile(model) if device == "cuda" else model
