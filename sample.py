@@ -13,6 +13,7 @@ import copy
 import sys
 import time
 import tomllib
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -165,7 +166,8 @@ def main():
     tokenizer = load_tokenizer(checkpoint)
     # An unknown character is reported before the model is loaded.
     samples = make_samples(tokenizer, read_prompts(config, checkpoint), config)
-    model = load_model(GPT, checkpoint)
+    with redirect_stdout(sys.stderr):  # which has the text alone
+        model = load_model(GPT, checkpoint)
     original = copy.deepcopy(model) if config.explain else None  # in float32
     wide = model.config.n_embd >= WIDE
     dtype = pick_dtype(config.dtype, config.device, wide, only_stored=config.compile)

@@ -4,36 +4,35 @@
     model = load(GPT, "my-model")
 
 A model that computes what a GPT-2 computes is stored as transformers' GPT2LMHeadModel. Any other
-has another model_type, so that no program takes it for a GPT-2, and some of its logits as metadata.
-Loading compares what model.py computes with these logits, or with a GPT-2's formula.
+has another model_type, so that no program takes it for a GPT-2, and 16 numbers of its logits.
+Loading compares model.py's logits with these, or with those of the GPT-2 that is stored.
 """
 
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+MASKS_AND_TIED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # in files of others
 # Our names in GPT-2's config.json, then the options in it that model.py computes.
 HF_NAMES = {"block_size": "n_positions", "dropout": "resid_pdrop"}
 GPT2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
 GPT2 |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 GPT2 |= {"add_cross_attention": False, "tie_word_embeddings": True}
 END_OF_TEXT = "<|endoftext|>"
-CHECKED_TOKENS = 256  # how many ids show what a model computes, or block_size if that is less
-
-
-class ChangedModelError(ValueError):
-    """model.py computes something else than the model in a checkpoint did."""
 
 
 def gpt2_shapes(config) -> dict[str, tuple[int, ...]]:
@@ -49,7 +48,10 @@ def gpt2_shapes(config) -> dict[str, tuple[int, ...]]:
 
 def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx, last_only=False) -> torch.Tensor:
     """Logits (B, T, V), or (B, 1, V) after the last of the ids, of the GPT-2 with these published
-    tensors (Radford et al. 2019)."""
+    tensors (Radford et al. 2019). Raises ValueError if a GPT-2 of its sizes has other tensors."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if other := shapes.items() ^ gpt2_shapes(config).items():
+        raise ValueError(f"{min(other)[0]} is not as in a GPT-2")
 
     def linear(x, name):
         return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
@@ -85,50 +87,41 @@ def with_zero_biases(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def in_float32(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in eval mode and float32, without TF32: devices differ by rounding only."""
+def checking(model: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """The model in eval mode and float32, and 256 ids at most (1, T), the same at every call, to
+    see what it computes. Without TF32, so that devices differ by rounding only."""
     parameter, precision = next(model.parameters()), torch.get_float32_matmul_precision()
+    i = torch.arange(min(256, model.config.block_size), device=parameter.device)
+    idx = (31 * i * i + 7 * i + 3)[None] % model.config.vocab_size
     training = model.training
     torch.set_float32_matmul_precision("highest")
     with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
-        yield (copy.deepcopy(model).float() if parameter.itemsize < 4 else model).eval()
+        yield (copy.deepcopy(model).float() if parameter.itemsize < 4 else model).eval(), idx
     torch.set_float32_matmul_precision(precision)
     model.train(training)
 
 
-def fixed_ids(model: nn.Module) -> torch.Tensor:
-    """The same ids at every call, (1, T)."""
-    T = min(CHECKED_TOKENS, model.config.block_size)
-    i = torch.arange(T, device=next(model.parameters()).device)
-    return (31 * i * i + 7 * i + 3)[None] % model.config.vocab_size
-
-
-def mean_logits(model: nn.Module) -> torch.Tensor:
-    """The logits after the fixed ids as 16 numbers, each the mean of every 16th of them."""
-    with in_float32(model) as model:
-        logits = model(fixed_ids(model), last_only=True)[0][0, -1]
+def means(logits: torch.Tensor) -> torch.Tensor:
+    """Logits (V,) as 16 numbers, each the mean of every 16th of them."""
     logits = logits.clamp(min=-1e4).cpu()  # some models mask a token with -inf
     return torch.stack([logits[i % len(logits) :: 16].mean() for i in range(16)])
 
 
 def same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether they differ by rounding only: by less than the two forms of GELU differ."""
-    return torch.allclose(logits, expected, rtol=1e-5, atol=1e-4 * float(expected.std()))
+    tolerance = {"rtol": 1e-5, "atol": 1e-4 * float(expected.std(correction=0)), "equal_nan": True}
+    return logits.shape == expected.shape and torch.allclose(logits, expected, **tolerance)
 
 
-def why_not_gpt2(model: nn.Module, last_only: bool = False) -> str:
-    """Why the model computes something else than the GPT-2 with its weights, "" if it does not.
-    last_only: compare the logits of the last fixed id alone, in half the time."""
-    with in_float32(model) as model:
-        tensors, shapes = with_zero_biases(model), gpt2_shapes(model.config)
-        if other := shapes.items() ^ {n: tuple(t.shape) for n, t in tensors.items()}.items():
-            return f"{min(other)[0]} is not as in a GPT-2"
-        idx = fixed_ids(model)
-        logits = model(idx, last_only=last_only)[0]  # (1, T or 1, V)
-        expected = gpt2_logits(tensors, model.config, idx, last_only)
-    if not logits.isfinite().all():
-        return "its logits contain NaN or infinity"
-    return "" if same(logits, expected) else "a GPT-2 with these weights has other logits"
+def why_not_gpt2(model: nn.Module) -> str:
+    """Why the model computes something else than the GPT-2 with its weights, or ""."""
+    with checking(model) as (model, idx):
+        try:
+            expected = gpt2_logits(with_zero_biases(model), model.config, idx)
+        except ValueError as error:
+            return str(error)
+        gpt2 = same(model(idx)[0], expected)
+    return "" if gpt2 else "a GPT-2 with these weights has other logits"
 
 
 def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = None) -> str:
@@ -138,11 +131,12 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     directory.mkdir(parents=True, exist_ok=True)
     if reason := why_not_gpt2(model):
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
-        metadata = {"check": json.dumps(mean_logits(model).tolist())}
-        tensors = published_tensors(model)
+        with checking(model) as (plain, idx):
+            check = means(plain(idx, last_only=True)[0][0, -1])
+        tensors, metadata = published_tensors(model), {"check": json.dumps(check.tolist())}
     else:
         config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
-        metadata, tensors = {"format": "pt"}, with_zero_biases(model)
+        tensors, metadata = with_zero_biases(model), {"format": "pt"}
     tensors = {f"transformer.{n}": tensor.cpu().contiguous() for n, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors", metadata)
 
@@ -164,41 +158,61 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     return reason
 
 
+class SkipInit(TorchFunctionMode):
+    """Skip initialisation: weights are loaded next, and 124 M random numbers need a second."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        tensor = (kwargs or {}).get("tensor")  # the name in torch.nn.init
+        return tensor if isinstance(tensor, nn.Parameter) else func(*args, **kwargs or {})
+
+
 def load(model_class: type, directory: str | Path, allow_changed=False, **changes):
     """The model that `save` or GPT2LMHeadModel wrote to a directory, in eval mode and float32.
 
-    changes: fields of its config to change, such as dropout=0.1. Raises ValueError for options or
-    shapes that do not fit, and ChangedModelError for a tensor that is missing or left over, or for
-    other logits. With allow_changed this is printed, and missing tensors are as in a new model."""
+    changes: fields of its config to change, such as dropout=0.1. Prints which tensors are new, as
+    in a new model, and which stored ones are not used. Raises ValueError for options or shapes that
+    do not fit and, unless allow_changed, for other logits."""
     directory = Path(directory)
     stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    is_gpt2 = stored.get("model_type") != "gptling"
-    for key, value in GPT2.items() if is_gpt2 else ():
-        if stored.get(key, value) != value:
-            raise ValueError(f"{key} is {stored[key]!r}, in model.py {value!r}")
+    config = model_class.config_class(**stored_sizes(model_class, stored))
     with safe_open(directory / "model.safetensors", "pt") as file:
-        metadata = file.metadata() or {}
+        check = json.loads((file.metadata() or {}).get("check", "[]"))
         tensors = {n.removeprefix("transformer."): file.get_tensor(n) for n in file.keys()}
-    model = model_class(model_class.config_class(**stored_sizes(model_class, stored) | changes))
+    is_gpt2 = stored.get("model_type") != "gptling"
+    if is_gpt2:
+        tensors = {n: t.float() for n, t in tensors.items() if not n.endswith(MASKS_AND_TIED)}
+        if other := {key: v for key, v in stored.items() if v != GPT2.get(key, v)}:
+            raise ValueError(f"config.json has {other}, which model.py does not compute")
+    with SkipInit():
+        model = model_class(replace(config, **changes))
+    own = published_tensors(model).keys()
+    if new := own - tensors.keys():
+        model = model_class(replace(config, **changes))
+    state = {n: t.T if n.endswith(CONV1D) else t for n, t in tensors.items() if n in own}
     try:
-        ours = {n: tensors[n] for n in published_tensors(model).keys() & tensors.keys()}
-        ours = {n: tensor.T if n.endswith(CONV1D) else tensor for n, tensor in ours.items()}
-        model.load_state_dict(ours, strict=False)
-    except RuntimeError as error:  # several lines, one for each shape
-        raise ValueError(" ".join(str(error).split())) from None
-    difference = different_names(model, tensors)
-    if not difference and is_gpt2:
-        difference = why_not_gpt2(model, last_only=True)
-    elif not difference and "check" in metadata:
-        if not same(mean_logits(model), torch.tensor(json.loads(metadata["check"]))):
-            difference = "it gives other logits than those stored with its weights"
-    if difference and not allow_changed:
-        raise ChangedModelError(difference)
-    if difference:
-        print(f"{directory}: {difference}")
-    if (directory / "tokenizer.json").is_file():
-        text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        model.restrict_to_tokens(token_ids(text))
+        model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # a line for each tensor
+        raise ValueError(str(error).splitlines()[1].strip()) from None
+    # Biases of zeros, which with_zero_biases adds, do not count.
+    unused = [n for n in tensors.keys() - own if not n.endswith(".bias") or tensors[n].any()]
+    lines = []
+    for kind, names in {"stored tensors are not used": unused, "tensors are new": new}.items():
+        patterns = ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in names}))
+        lines += [f"{len(names)} {kind}: {shorten(patterns, 200)}"] if names else []
+    with checking(model) as (_, idx):
+        logits = model(idx, last_only=True)[0][0, -1]
+        if is_gpt2:
+            unchanged = same(logits, gpt2_logits(tensors, config, idx, last_only=True)[0, -1])
+        else:  # without a check, as of long ago, it is known by its tensors alone
+            unchanged = same(means(logits), torch.tensor(check)) if check else not lines
+    lines.append(f"the logits are {'' if unchanged else 'not '}those of the checkpoint")
+    if not (unchanged or allow_changed):
+        reason = f"model.py computes something else than the model there did: {'; '.join(lines)}"
+        raise ValueError(f"{reason}; train.py --allow_changed_model trains on from it")
+    if allow_changed or lines[1:]:
+        print(*(f"{directory}: {line}" for line in lines), sep="\n")
+    if (tokenizer := directory / "tokenizer.json").is_file():
+        model.restrict_to_tokens(token_ids(tokenizer.read_text(encoding="utf-8")))
     return model.eval()
 
 
@@ -207,17 +221,6 @@ def stored_sizes(model_class: type, stored: dict) -> dict:
     stored = {"bias": True} | stored  # GPT-2's own does not say so
     names = {f.name: HF_NAMES.get(f.name, f.name) for f in fields(model_class.config_class)}
     return {ours: stored[theirs] for ours, theirs in names.items() if theirs in stored}
-
-
-def different_names(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
-    """The tensors that only a checkpoint or only the model has. Masks that Hugging Face stored,
-    biases of zeros, and second names of shared tensors do not count."""
-    missing = sorted(published_tensors(model).keys() - tensors.keys())
-    unused = sorted(tensors.keys() - model.state_dict().keys())
-    unused = [n for n in unused if not n.endswith((".attn.bias", ".attn.masked_bias"))]
-    unused = [n for n in unused if not n.endswith(".bias") or tensors[n].any()]
-    parts = {"it has no": missing, "model.py has no": unused}
-    return "; ".join(f"{what} {', '.join(names)}" for what, names in parts.items() if names)
 
 
 def token_ids(tokenizer_json: str) -> list[int]:

@@ -1,6 +1,5 @@
 """Models by name: a checkpoint, a run, or a GPT-2 of the hub."""
 
-import contextlib
 import math
 import os
 import re
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.overrides import TorchFunctionMode
 
 from gptling import gpt2_format
 from gptling.cli import optional_package
@@ -37,9 +35,8 @@ def find_checkpoint(path: str | Path = "") -> Path:
         return path
     if re.fullmatch(HUB_NAMES, path.as_posix()) and not path.exists():
         return download(path.as_posix())
-    names = ", ".join(run.as_posix() for run in runs[-9:])
-    hint = f"runs here: {names}" if names else "python train.py makes one"
-    raise UserError(f"{path}: no checkpoint there (a directory with a config.json); {hint}")
+    names = ", ".join(run.as_posix() for run in runs[-9:]) or "none"
+    raise UserError(f"{path}: no checkpoint there (a directory with a config.json); runs: {names}")
 
 
 def download(name: str) -> Path:
@@ -49,18 +46,7 @@ def download(name: str) -> Path:
     try:
         return Path(hub.snapshot_download(name, allow_patterns=FILES))
     except OSError as error:  # no network, or no such files
-        kind = type(error).__name__
-        raise UserError(f"{name}: cannot be downloaded ({kind}); {hint}") from None
-
-
-class SkipInit(TorchFunctionMode):
-    """Skip initialisation: weights are loaded next, and 124 M random numbers need a second."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        of_parameter = isinstance((kwargs or {}).get("tensor"), torch.nn.Parameter)
-        if of_parameter and getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"]
-        return func(*args, **kwargs or {})
+        raise UserError(f"{name}: cannot be downloaded ({type(error).__name__}); {hint}") from None
 
 
 def load_model(model_class: type, path: str | Path = "", allow_changed=False, **changes):
@@ -72,20 +58,15 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         remedy = f"GPT2LMHeadModel.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
         raise UserError(f"{path}: no model.safetensors; transformers makes one: {remedy}")
     try:
-        with contextlib.nullcontext() if allow_changed else SkipInit():
-            return gpt2_format.load(model_class, path, allow_changed, **changes)
+        return gpt2_format.load(model_class, path, allow_changed, **changes)
     except SafetensorError as error:
         hint = "delete the folder to use the checkpoint before it"
         raise UserError(f"{path}/model.safetensors is damaged ({error}): {hint}") from None
-    except (ValueError, LookupError, TypeError) as error:
-        reason = f"cannot be loaded: {type(error).__name__}: {error}"
-        if isinstance(error, gpt2_format.ChangedModelError):
-            hint = f"train.py --init_from={path} --allow_changed_model trains on from it"
-            reason = f"model.py computes something else than the model there did: {error}; {hint}"
+    except ValueError as error:
         for name, value in changes.items():
             if name != "dropout" and stored.get(name, value) != value:
-                reason = f"{name}={value}, where it has {stored[name]}: {error}"
-        raise UserError(f"{path}: {reason}") from None
+                raise UserError(f"--{name}={value}: {path} has {stored[name]}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def build_model(model_class: type, config: Any, data, source: Path | None):
