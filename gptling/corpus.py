@@ -208,7 +208,7 @@ class Corpus:
         first.sort()
         notes = {
             f"files left out that are not text: {', '.join(refused[:5])}": len(refused),
-            "documents left out that are there already": len(sizes) - len(first),
+            "documents occur again and are used once": len(sizes) - len(first),
             f"documents ended by {END_OF_TEXT}": found["marks"],
             "halves of characters replaced by U+FFFD": found["halves"],
         }

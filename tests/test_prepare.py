@@ -73,7 +73,7 @@ def write_source(directory, kind):
     line, and what prepare.py says of them."""
     texts = [text.replace("\n", LINE_ENDS[i % 3]) for i, text in enumerate(DOCUMENTS)]
     lines = [json.dumps({"text": text, "id": 1}) + "\n" for text in [*texts, "", texts[0]]]
-    again = "1 documents left out that are there already"
+    again = "1 documents occur again and are used once"
     if kind == "folder":
         for i, text in enumerate(texts):
             file = directory / ("notes" if i % 2 else "linked") / f"{i:02}.md"
