@@ -1,6 +1,6 @@
 """Plan a training run for a given time: train.py --minutes.
 
-The rules are fitted to the sweeps in docs/one_dial.md. Parameters grow with the tokens as in
+The rules are fitted to the sweeps in docs/minutes.md. Parameters grow with the tokens as in
 Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556; batches as in Bergsma et al. 2025,
 https://arxiv.org/abs/2505.13738.
 """

@@ -84,7 +84,7 @@ def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tikto
         return make_bpe(texts, vocab_size, end_of_text)
     sample, n_bytes = draw_sample(texts, BPE_SAMPLE)
     characters = make_char(sample, 0, end_of_text)
-    if n_bytes < 50_000:  # the numbers are fitted to the sweeps in docs/one_dial.md
+    if n_bytes < 50_000:  # the numbers are fitted: docs/minutes.md
         return characters
     size = 20 * n_bytes ** (1 / 3) if n_bytes >= 500_000 else 512
     size += sum(len(character) - 1 for character in characters._mergeable_ranks)

@@ -208,7 +208,7 @@ def test_onnx_gives_our_logits_for_any_batch_and_length(place):
     needs("onnxscript", "onnxruntime")
     import onnxruntime
 
-    run_block(block("python", "torch.onnx"), place)
+    output_of("docs/to_onnx.py", CHECKPOINT, "mine.onnx", cwd=place)
     session = onnxruntime.InferenceSession(place / "mine.onnx", providers=["CPUExecutionProvider"])
     path = place / CHECKPOINT
     model = load(GPT, path)
@@ -296,3 +296,27 @@ def test_gpt2_is_finetuned_from_where_its_files_were_put(tmp_path, gpt2_encoding
     assert load(GPT, best).config == load(GPT, "gpt2").config
     text = output_of("sample.py", "gpt2", "--prompt=12 green", "--max_new_tokens=9", cwd=tmp_path)
     assert text.startswith("12 green") and len(text) > 20
+
+
+def test_a_checkpoint_of_nanogpt_becomes_one_of_ours(tmp_path):
+    """With the names of a compiled nanoGPT, its output layer, and its mask."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    output_of("prepare.py", "text.txt", "--tokenizer=char", "--name=x", cwd=tmp_path)
+    n_vocab = load_tokenizer(tmp_path / "data/x").n_vocab
+    sizes = dict(block_size=16, vocab_size=n_vocab, n_layer=2, n_head=2, n_embd=8)
+    model = GPT(GPTConfig(**sizes, bias=False)).eval()
+    weights = {f"transformer.{n}": t for n, t in model.state_dict().items() if n[:2] != "lm"}
+    weights |= {"lm_head.weight": model.wte.weight, "transformer.h.0.attn.bias": torch.ones(1)}
+    checkpoint = {
+        "model": {f"_orig_mod.{name}": tensor for name, tensor in weights.items()},
+        "optimizer": {"state": {}, "param_groups": []},
+        "model_args": sizes | {"bias": False, "dropout": 0.0},
+        "iter_num": 5,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"out_dir": "out"},
+    }
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    output_of("docs/from_nanogpt.py", "ckpt.pt", "out/nano", "data/x", cwd=tmp_path)
+    idx = torch.randint(n_vocab, (2, 16))
+    torch.testing.assert_close(load(GPT, tmp_path / "out/nano")(idx)[0], model(idx)[0])
+    assert output_of("sample.py", "out/nano", "--max_new_tokens=5", cwd=tmp_path)

@@ -109,7 +109,7 @@ PLANS = [
 
 @pytest.mark.parametrize("data, minutes, options, numbers", PLANS)
 def test_plans_are_those_that_were_stored(data, minutes, options, numbers):
-    """They follow from the rules in docs/one_dial.md on a machine of 1e11 FLOPs a second."""
+    """They follow from the rules in docs/minutes.md on a machine of 1e11 FLOPs a second."""
     fields = Simulator(data, minutes, **options).plan()
     plan = [-1 if fields[name] is None else fields[name] for name in FIELDS.split()]
     numbers = [-1 if number == "None" else float(number) for number in numbers.split()]
@@ -210,7 +210,7 @@ def test_dropout_is_decided_by_the_tokens_that_are_trained(tokens, minutes):
 
 
 def test_sequences_have_the_length_that_was_better():
-    """docs/one_dial.md. A text that is seen 126 times counts as if it were seen four times."""
+    """docs/minutes.md. A text that is seen 126 times counts as if it were seen four times."""
     lengths = {1.5e6: 64, 2.6e6: 128, 5.4e6: 128, 8.3e6: 256, 9.8e6: 256}
     for text, tokens, block_size in [
         *((2_272_967, *row) for row in lengths.items()),
@@ -255,7 +255,7 @@ def test_all_processes_have_equally_many_sequences(world_size, accumulation):
 
 
 def test_a_plan_fits_into_memory():
-    """By the estimate of docs/one_dial.md. A large batch is accumulated unless it is given."""
+    """By the estimate of docs/minutes.md. A large batch is accumulated unless it is given."""
     for memory in (2e8, 1e9, 1e10):
         planner = Simulator(BOOKS, 10_000, 1e15, memory)
         for fields in [planner.plan(), *planner.timed]:

@@ -479,7 +479,7 @@ def test_data_is_called_after_its_source_and_the_next_line_can_be_pasted(here, s
 
 
 @pytest.mark.slow
-def test_token_files_of_llm_c_come_in_and_go_out_by_the_recipes(tmp_path, gpt2_encoding):
+def test_token_files_of_llm_c_come_in_and_go_out_by_the_scripts(tmp_path, gpt2_encoding):
     ids = [id for text in DOCUMENTS for id in [50256, *gpt2_encoding.encode_ordinary(text)]]
     parts = [ids[:1000], ids[1000:-501], ids[-501:]]
     names = ["fineweb_train_000001.bin", "fineweb_train_000002.bin", "fineweb_val_000000.bin"]
@@ -488,11 +488,8 @@ def test_token_files_of_llm_c_come_in_and_go_out_by_the_recipes(tmp_path, gpt2_e
         raw = b"".join(number.to_bytes(4, "little", signed=True) for number in header)
         raw += b"".join(id.to_bytes(2, "little") for id in part)
         (tmp_path / name).write_bytes(raw)
-    recipes = (ROOT / "docs" / "large_corpora.md").read_text(encoding="utf-8")
-    come_in, go_out = re.findall(r"```python\n(.*?)```", recipes, re.DOTALL)
-    for code in (come_in, go_out):
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    output_of("docs/from_bin.py", *names, "fineweb", cwd=tmp_path)
+    output_of("docs/to_bin.py", "data/fineweb", cwd=tmp_path)
     data = tmp_path / "data/fineweb"
     ours = ("train-00000", "train-00001", "val")
     for name, part, original in zip(ours, parts, names, strict=True):

@@ -1,0 +1,90 @@
+"""Make the pictures of the README and the docs again, in docs/:
+
+    python docs/pictures.py attention
+    python docs/pictures.py minutes out/minutes_1 out/minutes_5 out/nanogpt_recipe
+    python docs/pictures.py explain page.html TOKEN LAYER HEAD  # a page of sample.py --explain
+
+You need pip install -e '.[curves,browser]', and Chromium with its driver for `explain`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+DOCS = Path(__file__).parent
+BLUE, ORANGE = "#0072B2", "#D55E00"  # Okabe and Ito 2008, for the colour-blind
+
+
+def attention():
+    """The weights in docs/attention.md: without a mask, with it, and of scores times 20."""
+    words = "On warm sunny days birds sing".split()
+    numbers = "43 15 89 55 87 66 57 85 64 22 58 33 77 25 10 5 80 55"
+    x = torch.tensor([int(number) / 100 for number in numbers.split()]).view(6, 3)
+    no_mask = torch.ones(6, 6, dtype=torch.bool)
+    panels = {"no mask": (1, no_mask), "causal mask": (1, no_mask.tril())}
+    panels["causal mask, scores x 20"] = (20, no_mask.tril())
+    figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
+    for axes, (title, (factor, mask)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        scores = factor * x @ x.T / 3**0.5
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+        axes.imshow(weights, cmap="Blues", vmin=0, vmax=1.3)
+        axes.set(title=title, xticks=range(6), xticklabels=words, yticks=range(6))
+        axes.set(yticklabels=words, xlabel="key: attended to", ylabel="query: attending")
+        for i, j in mask.nonzero().tolist():
+            axes.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center")
+    figure.savefig(DOCS / "attention.png")
+
+
+def minutes(*runs: str):
+    """Bits per byte against seconds of planned runs, and of nanoGPT's recipe, the last run."""
+    figure = Figure(figsize=(8, 4.2), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    for run in runs:
+        lines = (Path(run) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        entries = [entry for line in lines if "val_loss" in (entry := json.loads(line))]
+        seconds = [entry["seconds"] for entry in entries]
+        losses = [entry["bits_per_byte"] for entry in entries]
+        planned = run != runs[-1]
+        axes.plot(seconds, losses, "o-", markersize=4, color=BLUE if planned else ORANGE)
+        name = f"--minutes={run.rsplit('_', 1)[1]}" if planned else "nanoGPT's CPU recipe"
+        label = f"{name}: {losses[-1]:.3f} after {seconds[-1]:.0f} s"
+        place = {"textcoords": "offset points", "xytext": (0, -16) if planned else (8, -3)}
+        place |= {"ha": "center" if planned else "left", "color": BLUE if planned else ORANGE}
+        axes.annotate(label, (seconds[-1], losses[-1]), **place)
+    axes.set_ylim(bottom=1.9)
+    axes.set(xscale="log", xlabel="seconds of training, on two CPU cores")
+    axes.set(ylabel="validation loss, bits per byte", title="Tiny Shakespeare")
+    ticks = [5, 10, 30, 60, 120, 300, 600, 1200]
+    axes.set_xticks(ticks, map(str, ticks), minor=False)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(DOCS / "minutes.png")
+
+
+def explain(page: str, token: str, layer: str, head: str):
+    """A page of sample.py --explain, with a token, a layer and a head chosen."""
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for option in ("headless=new", "no-sandbox", "window-size=1280,1130", "hide-scrollbars"):
+        options.add_argument(f"--{option}")
+    options.add_argument("--force-device-scale-factor=2")
+    with webdriver.Chrome(options=options) as browser:
+        browser.get(Path(page).absolute().as_uri())
+        browser.execute_script(
+            """document.querySelectorAll("#tokens .token")[arguments[0]].click();
+            const choice = document.getElementById("layer");
+            choice.value = arguments[1];
+            choice.dispatchEvent(new Event("change"));
+            document.querySelectorAll("#heads input")[arguments[2]].click();""",
+            *map(int, (token, layer, head)),
+        )
+        browser.save_screenshot(str(DOCS / "explain.png"))
+
+
+if __name__ == "__main__":
+    {"attention": attention, "minutes": minutes, "explain": explain}[sys.argv[1]](*sys.argv[2:])
