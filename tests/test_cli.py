@@ -185,6 +185,8 @@ def test_a_reader_who_has_had_enough_ends_a_script_in_silence():
 SAVES = """
 import pathlib, signal, sys, gptling.cli
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+
 def main():
     try:
         print("ready", flush=True)

@@ -496,7 +496,7 @@ def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     sample = ["out/mine", "--prompt=12 gr", "--max_new_tokens=30"]
     text = run(hack.changes, "sample", *sample)
     assert text.startswith("12 gr") and len(text) > 30
-    if hack.gpt2:
+    if hack.gpt2 or (name, "ours") in SAME_LOGITS:
         assert run((), "sample", *sample) == text
     else:
         assert "out/mine" in run((), "sample", *sample, code=1)
