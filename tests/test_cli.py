@@ -205,8 +205,9 @@ def test_a_closed_terminal_is_a_sigterm_unless_nohup_ignores_it(tmp_path, monkey
     command = [sys.executable, "-c", SAVES, file]
     with subprocess.Popen(command, cwd=ROOT, stdout=end, stderr=end) as process:
         os.close(end)
-        assert os.read(terminal, 5) == b"ready"
-        os.close(terminal)  # what is written there from now on fails
+        with open(terminal, "rb", buffering=0) as lines:  # the whole line, or its end would fail
+            assert lines.readline() == b"ready\r\n"
+        # What is written there from now on fails.
         process.send_signal(signal.SIGHUP)
     assert process.returncode == 143 and file.read_text() == "saved"
     installed = []
