@@ -37,7 +37,7 @@ import torch
 from tyro.conf import Suppress
 
 from gptling.cli import Fraction, Planned, PositiveInt, check_numbers, load, run
-from gptling.dataset import Dataset, micro_batches
+from gptling.dataset import Dataset, micro_batches, tokens_per_step
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import UserError, is_plain_name
 from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
@@ -191,8 +191,8 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     compile = config.compile
     if compile == "auto":  # on CUDA, if the run is longer than two minutes
-        sequences = config.max_iters * config.batch_size * config.gradient_accumulation_steps
-        flops = 6 * sum(p.numel() for p in model.parameters()) * sequences * config.block_size
+        tokens = config.max_iters * tokens_per_step(vars(config))
+        flops = 6 * sum(p.numel() for p in model.parameters()) * tokens
         seconds = 60 * config.minutes or flops / 1e14  # Kaplan et al. 2020, at 100 TFLOP/s
         compile = device == "cuda" and seconds > 120
     rows = micro_batches(config, processes.world_size)[0] * config.block_size

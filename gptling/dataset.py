@@ -99,6 +99,11 @@ class Dataset:
             yield sequences[:, :-1].clamp(min=0), sequences[:, 1:]
 
 
+def tokens_per_step(fields: dict) -> int:
+    """The tokens in a step of all processes, by these fields of train.py's configuration."""
+    return math.prod(fields[k] for k in ("batch_size", "block_size", "gradient_accumulation_steps"))
+
+
 def micro_batches(config, world_size: int) -> tuple[int, int]:
     """The sequences in a micro-batch of one process, and its micro-batches in a step: together
     batch_size * gradient_accumulation_steps sequences, however many processes share them."""

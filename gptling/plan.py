@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 
 import torch
 
-from gptling.dataset import Dataset, micro_batches
+from gptling.dataset import Dataset, micro_batches, tokens_per_step
 from gptling.loss import objective_and_parts
 
 STARTED = time.perf_counter() - time.process_time()  # of the program: its imports took CPU time
@@ -44,10 +44,6 @@ def choose_rates(config):
     fill_in(config, {"learning_rate": rate / tenth, "muon_lr": muon_lr / tenth})
     steps = math.ceil(config.max_iters / 50)
     fill_in(config, {"min_lr": config.learning_rate / 100, "warmup_iters": steps})
-
-
-def tokens_per_step(fields: dict) -> int:
-    return math.prod(fields[k] for k in ("batch_size", "block_size", "gradient_accumulation_steps"))
 
 
 def eval_part(fields: dict) -> int:
@@ -144,11 +140,8 @@ class Planner:
     def schedule(self, fields: dict, step: float) -> dict:
         """Return how many steps of `step` seconds fill the time with evaluations. eval_tokens is
         None if the last one covers the whole split, and those before a part (see eval_part)."""
-        seconds, step, at_once = (
-            self.seconds_left() - SAVING,
-            RESERVE * step,
-            tokens_per_step(fields),
-        )
+        seconds, step = self.seconds_left() - SAVING, RESERVE * step
+        at_once = tokens_per_step(fields)
         most = max(1.0, seconds / step)  # steps
         n_evaluations = max(3, min(10, int(seconds // 60)))
         interval = min(most, self.fixed.get("eval_interval", most / n_evaluations))

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
 from gptling.files import replace, writing
 from gptling.run import best_checkpoint, read_metrics
@@ -109,7 +110,7 @@ def print_header(config, processes, progress, model, data, dtype: str):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = f"{trained:,} of {n:,} parameters are trained" if trained < n else f"{n:,} parameters"
     shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
-    tokens = config.batch_size * config.gradient_accumulation_steps * config.block_size
+    tokens = tokens_per_step(vars(config))
     epochs = config.max_iters * tokens / data.n_tokens
     several = f", {processes.world_size} processes" * (processes.world_size > 1)
     resumed = f", from step {progress.step}" * (progress.step > 0)
@@ -131,8 +132,7 @@ class Report:
         self.config, self.processes, self.progress = config, processes, progress
         self.out_dir, self.step = Path(config.out_dir), progress.step
         self.n_parameters = sum(p.numel() for p in model.parameters())
-        sequences_per_step = config.batch_size * config.gradient_accumulation_steps
-        self.tokens_per_step = sequences_per_step * config.block_size
+        self.tokens_per_step = tokens_per_step(vars(config))
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
         self.last_time = time.perf_counter()
         self.run_start = self.last_time - progress.seconds

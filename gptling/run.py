@@ -93,7 +93,7 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
         found = f"--batch_size times --gradient_accumulation_steps is {now}: the run has {before}"
         raise UserError(f"{found}; leave both out, or give another --out_dir")
     for name, value in changes.items():
-        if name in fixed.difference(step):
+        if name in fixed:
             found = f"--{name}={value}: the run has {saved.get(name)}"
             raise UserError(f"{found}; leave the flag out, or give another --out_dir")
         print(f"{name}: {saved.get(name, 'not set')} -> {value}")
