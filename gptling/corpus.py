@@ -35,12 +35,8 @@ NO_EXAMPLES = re.compile(
     r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities|stringprep|this"
     r"|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
 )
-NOT_TEXT = {  # by the end of a file's name
-    (".zip", ".tar", ".tgz", ".tar.gz", ".7z", ".rar", ".xz", ".bz2", ".zst"): "unpack it first",
-    (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub"): "save it as plain text",
-    (".csv", ".tsv", ".xlsx"): "save its rows as .jsonl or .parquet, or all of it as .txt",
-    (".json",): "save its records as .jsonl, one in a line, or all of it as .txt",
-}
+NOT_TEXT = tuple(".zip .tar .tgz .7z .rar .xz .bz2 .zst .pdf .doc .docx .odt .rtf .epub".split())
+NOT_TEXT += (".tar.gz", ".csv", ".tsv", ".xlsx", ".json")
 Source = Path | Iterable[dict]  # a file, or records
 
 
@@ -91,64 +87,50 @@ def read_documents(source: Source, field: str, found: Counter) -> Iterator[Itera
 
 
 def _read(source, field, found):  # an empty piece ends a document
-    name = source.name.lower() if isinstance(source, Path) else ".jsonl"
-    for endings, remedy in NOT_TEXT.items():
-        if name.endswith(endings):
-            raise NotText(f"{source} is not a text file: {remedy}")
+    name = source.name.lower() if isinstance(source, Path) else ""
+    if name.endswith(NOT_TEXT):
+        raise NotText(f"{source} is not text: unpack it, or save it as .txt, .jsonl or .parquet")
     try:
-        if name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-            for number, record in enumerate(_records(source, field), 1):
-                text = _text(record, field, f"{source}: line {number}", found)
-                yield from _pieces([text], found) if END_OF_TEXT in text else (text, "")
-        else:
-            with _open(source) as file:
-                yield from _pieces(iter(lambda: file.read(CHUNK), ""), found)
+        if not name:
+            yield from _records(source, field, "records", found)
+        elif name.endswith(".parquet"):
+            file = optional_package("pyarrow.parquet", "datasets").ParquetFile(source)
+            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(100))
+            yield from _records(rows, field, source, found)
+        else:  # text mode reads "\n" for every end of a line
+            opened = gzip.open if name.endswith(".gz") else open
+            with opened(source, "rt", encoding="utf-8-sig") as file:
+                if name.endswith((".jsonl", ".jsonl.gz")):
+                    yield from _records(file, field, source, found)
+                else:
+                    yield from _pieces(iter(lambda: file.read(CHUNK), ""), found)
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{error.object[error.start]:02x}"
-        raise NotText(f"{source}: {byte} is not UTF-8: save the file as UTF-8") from None
+        raise NotText(f"{source}: {error}: save the file as UTF-8") from None
     except (ValueError, EOFError, gzip.BadGzipFile) as error:
         raise UserError(f"{source} is damaged: {error}") from None
 
 
-def _open(file):  # to be read with "\n" for every end of a line
-    opened = gzip.open if file.name.lower().endswith(".gz") else open
-    return opened(file, "rt", encoding="utf-8-sig")
-
-
-def _records(source, field):  # dictionaries, or lines of JSON
-    if not isinstance(source, Path):
-        yield from source
-    elif source.name.lower().endswith(".parquet"):
-        parquet = optional_package("pyarrow.parquet", "datasets")
-        with source.open("rb") as raw:
-            file = parquet.ParquetFile(raw)
-            columns = [field] if field in file.schema_arrow.names else None
-            for batch in file.iter_batches(100, columns=columns):
-                yield from batch.to_pylist()
-    else:
-        with _open(source) as lines:
-            yield from (line if line.strip() else {field: ""} for line in lines)
-
-
-def _text(record, field, where, found):  # as that of a file is read
-    try:
-        record = json.loads(record) if isinstance(record, str) else record
-        text = (record[field] or "").replace("\r\n", "\n").replace("\r", "\n")
-        text.encode()
-    except UnicodeEncodeError:  # half of a pair of surrogates, which JSON can have
-        text, n = re.subn("[\ud800-\udfff]", "\ufffd", text)
-        found["halves"] += n
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        fields = f"--field can be {', '.join(record)}; " if isinstance(record, dict) else ""
-        reason = f'no text in "{field}": {fields}{error!r}'
-        raise UserError(f"{where}: {reason:.300}") from None
-    return text
+def _records(records, field, name, found):  # dictionaries, or lines of JSON
+    for number, record in enumerate(records, 1):
+        try:
+            if isinstance(record, str):
+                record = json.loads(record) if record.strip() else {field: ""}
+            text = (record[field] or "").replace("\r\n", "\n").replace("\r", "\n")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            fields = f"--field can be {', '.join(record)}; " if isinstance(record, dict) else ""
+            reason = f'no text in "{field}": {fields}{error!r}'
+            raise UserError(f"{name}: line {number}: {reason:.300}") from None
+        # JSON can have half of a pair of surrogates, which UTF-8 cannot.
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        found["halves"] += whole.count("\ufffd") - text.count("\ufffd")
+        yield from _pieces([whole], found)
 
 
 def _pieces(chunks, found):
     text, mark = "", re.escape(END_OF_TEXT) + r"\n*+"
-    for chunk in chunks:
-        *ended, text = re.split(mark + r"(?!\Z)", text + chunk)  # more newlines may follow
+    for chunk in chain(chunks, [""]):
+        more = r"(?!\Z)" if chunk else ""  # the next chunk may begin with more newlines
+        *ended, text = re.split(mark + more, text + chunk)
         for document in ended:
             yield from (document, "")
         found["marks"] += len(ended)
@@ -156,9 +138,7 @@ def _pieces(chunks, found):
             cut = re.match(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*", text).end()
             yield text[:cut]
             text = text[cut:]
-    found["marks"] += text.count(END_OF_TEXT)
-    for document in re.split(mark, text):
-        yield from (document, "")
+    yield from (text, "")
 
 
 def validation_bytes(sizes: np.ndarray) -> np.ndarray:
@@ -186,17 +166,17 @@ class Corpus:
 
     def __init__(self, names: Iterable[str], field: str = "text"):
         self.field, self.sources, self.count, found = field, [], Counter(), Counter()
-        hashes, sizes, refused = array("Q"), array("q"), []
+        hashes, sizes, refused = array("q"), array("q"), []
         given = [source for name in names for source in find_sources(name, field)]
         for source in given if names else quick_start(field):
             n = len(sizes)
             try:
                 for pieces in read_documents(source, field, found):
-                    digest, size = hashlib.blake2b(digest_size=8), 0
-                    for raw in map(str.encode, pieces):
-                        digest.update(raw)
-                        size += len(raw)
-                    hashes.append(int.from_bytes(digest.digest()))
+                    key, size = 0, 0
+                    for text in pieces:
+                        key = hash((key, text))
+                        size += len(text.encode())
+                    hashes.append(key)
                     sizes.append(size)
                 self.sources.append(source)
             except NotText:
@@ -207,12 +187,12 @@ class Corpus:
         sizes, first = np.array(sizes), np.unique(np.array(hashes), return_index=True)[1]
         first.sort()
         notes = {
-            f"files left out that are not text: {', '.join(refused[:5])}": len(refused),
-            "documents occur again and are used once": len(sizes) - len(first),
+            f"files left out as not text ({', '.join(refused[:5])})": len(refused),
+            "repeated documents left out": len(sizes) - len(first),
             f"documents ended by {END_OF_TEXT}": found["marks"],
             "halves of characters replaced by U+FFFD": found["halves"],
         }
-        self.notes = [f"{n:,} {what}" for what, n in notes.items() if n]
+        self.notes = [f"{what}: {n:,}" for what, n in notes.items() if n]
         self.n_documents = len(first)
         if not self.n_documents:
             raise UserError("; ".join([f"{' '.join(names)}: no text in it", *self.notes]))

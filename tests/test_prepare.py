@@ -73,7 +73,7 @@ def write_source(directory, kind):
     line, and what prepare.py says of them."""
     texts = [text.replace("\n", LINE_ENDS[i % 3]) for i, text in enumerate(DOCUMENTS)]
     lines = [json.dumps({"text": text, "id": 1}) + "\n" for text in [*texts, "", texts[0]]]
-    again = "1 documents occur again and are used once"
+    again = "repeated documents left out: 1"
     if kind == "folder":
         for i, text in enumerate(texts):
             file = directory / ("notes" if i % 2 else "linked") / f"{i:02}.md"
@@ -88,7 +88,7 @@ def write_source(directory, kind):
         (directory / "notes/latin.txt").write_bytes(b"cafe" * 9000 + b"\xe9")
         (directory / "notes/a.zip").write_bytes(b"PK")
         (directory / "notes/empty.txt").write_bytes(b"\xef\xbb\xbf")
-        return ("notes",), ["2 files left out that are not text: a.zip, latin.txt", again]
+        return ("notes",), ["files left out as not text (a.zip, latin.txt): 2", again]
     if kind == "jsonl":
         lines.insert(1, " \n")
         (directory / "Chat.JSONL").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
@@ -99,7 +99,7 @@ def write_source(directory, kind):
         (directory / "b.jsonl").write_text(
             "".join(lines[:29]) + json.dumps({"text": texts[29] + END_OF_TEXT})
         )
-        return ("b.jsonl", "a.txt.gz"), ["31 documents ended by <|endoftext|>"]
+        return ("b.jsonl", "a.txt.gz"), ["documents ended by <|endoftext|>: 31"]
     pytest.importorskip("datasets", reason="Parquet files: pip install datasets")
     import pyarrow
     from pyarrow import parquet
@@ -146,17 +146,17 @@ def test_another_field_and_half_a_character_are_read(here, capsys):
     (here / "a.jsonl").write_text('{"body": "half \\ud83d, whole \\ud83d\\ude42 and more"}\n')
     data = prepare(PrepareConfig(("a.jsonl",), field="body", tokenizer="byte"))
     assert text_of(data, "train") + text_of(data, "val") == "half \ufffd, whole 🙂 and more"
-    assert "  1 halves of characters replaced by U+FFFD\n" in capsys.readouterr().out
+    assert "  halves of characters replaced by U+FFFD: 1\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "name, remedy",
     [
         ("a.TAR.gz", "unpack"),
-        ("a.pdf", "plain text"),
+        ("a.pdf", "save it as .txt"),
         ("a.csv", ".jsonl or .parquet"),
-        ("a.json", "one in a line"),
-        ("utf16.txt", "byte 0xff is not UTF-8: save"),
+        ("a.json", "save it as .txt, .jsonl"),
+        ("utf16.txt", "UTF-8"),
         ("a.txt.gz", "a.txt.gz is damaged"),
     ],
 )
@@ -211,7 +211,7 @@ def test_any_text_comes_back_with_its_newlines_and_other_bytes_are_refused(text,
     try:
         text = re.sub("\r\n?", "\n", raw.decode().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
-        with pytest.raises(UserError, match=f"0x{raw[error.start]:02x} is not UTF-8"):
+        with pytest.raises(UserError, match=f"byte 0x{raw[error.start]:02x} in .* UTF-8"):
             prepared(raw, tokenizer)
     else:
         ids, encoding = prepared(raw, tokenizer)
