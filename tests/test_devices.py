@@ -1,5 +1,6 @@
 """The machine: devices and dtypes, attention of bfloat16 on a CPU, waiting threads, peaks."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -136,42 +137,31 @@ def test_buffers_keep_their_digits_where_parameters_are_cast():
 # ---------------------------------------------------------------------------- waiting threads
 
 
-@pytest.fixture
-def start_beside(monkeypatch, tmp_path):
-    """The GOMP_SPINCOUNT of a program that starts while others use so many of each ten ticks of a
-    processor. It has two processors of three."""
+@pytest.mark.parametrize(
+    "running, environment, expected",
+    [
+        ([1], {}, None),
+        ([3, 3, 3, 3, 1], {}, None),  # a short burst is no busy program
+        ([2, 4, 3], {}, "1000"),
+        ([2], {"GOMP_SPINCOUNT": "7"}, "7"),
+        ([2], {"OMP_WAIT_POLICY": "active"}, None),
+        ([2], {"OMP_NUM_THREADS": "1"}, None),  # one thread waits for nobody
+    ],
+)
+def test_threads_spin_on_an_idle_machine_and_sleep_soon_beside_a_busy_program(
+    running, environment, expected, tmp_path, monkeypatch
+):
+    counts = itertools.cycle(running)
 
-    def start_beside(*busy, **environment):
-        def pass_time(seconds):
-            clock.append(busy[len(clock) % len(busy)])
-            a, b = sum(clock), 10 * len(clock) - sum(clock)
-            lines = [f"cpu0 0 0 {a} {b - b // 3} {b // 3} 0 0 0 0 0", f"cpu1 0 0 0 {a + b} 0 0 0"]
-            lines = ["cpu 9 9 9 9 9 9 9 9", *lines, f"cpu2 {a + b} 0 0 0 0 0 0", "intr 99 9"]
-            threads.STAT.write_text("\n".join(lines))
+    def pass_time(seconds):
+        (tmp_path / "loadavg").write_text(f"9.00 9.00 9.00 {next(counts)}/99 1234\n")
 
-        clock = []
-        with monkeypatch.context() as patch:
-            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
-                patch.delenv(name, raising=False)
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            patch.setattr(threads, "STAT", tmp_path / "stat")
-            patch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
-            patch.setattr("time.sleep", pass_time)
-            pass_time(0)
-            threads.limit_spinning()
-            return os.environ.get("GOMP_SPINCOUNT")
-
-    return start_beside
-
-
-def test_threads_spin_on_an_idle_machine_and_sleep_soon_beside_a_busy_program(start_beside):
-    assert start_beside(0) is None and start_beside(4) is None
-    assert start_beside(10, 10, 0) is None, "a short burst is no busy program"
-    assert start_beside(6) == "1000"
-    assert start_beside(10, GOMP_SPINCOUNT="7") == "7", "a variable that is set stays"
-    assert start_beside(10, OMP_WAIT_POLICY="active") is None
-    assert start_beside(10, OMP_NUM_THREADS="1") is None, "one thread waits for nobody"
+    monkeypatch.setattr("os.environ", dict(environment))
+    monkeypatch.setattr(threads, "LOAD", tmp_path / "loadavg")
+    monkeypatch.setattr("time.sleep", pass_time)
+    pass_time(0)
+    threads.limit_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 
 @pytest.mark.parametrize("script", ["train", "sample"])
