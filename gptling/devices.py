@@ -23,11 +23,10 @@ def pick_device(device: str) -> str:
 
 
 def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for matmuls in this dtype, and may use them: the variable
-    ATEN_CPU_CAPABILITY=avx2 forbids it. Without them bfloat16 is emulated, very slowly."""
+    """Whether the CPU has instructions for matmuls in this dtype. Without them bfloat16 is
+    emulated, very slowly."""
     if dtype == torch.bfloat16:
-        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return native and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return dtype != torch.float16
 
 
@@ -66,12 +65,12 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
 
 def use_float32_attention(model: nn.Module, attention: Callable = float32_attention) -> bool:
     """Replace PyTorch's attention kernel, in layers that name theirs `attend`, by a function. Your
-    own kernel stays. Returns whether all blocks have no other kernel now."""
-    for module in model.modules():
-        if getattr(module, "attend", None) in (F.scaled_dot_product_attention, float32_attention):
-            module.attend = attention
-    kernels = [{getattr(m, "attend", None) for m in block.modules()} - {None} for block in model.h]
-    return all(found == {attention} for found in kernels)
+    own kernel stays. Returns whether each block has one such layer."""
+    kernels = (F.scaled_dot_product_attention, float32_attention)
+    layers = [m for m in model.modules() if getattr(m, "attend", None) in kernels]
+    for layer in layers:
+        layer.attend = attention
+    return len(layers) == len(set(model.h))
 
 
 def choose_algorithms(deterministic: bool):
@@ -86,16 +85,16 @@ def choose_algorithms(deterministic: bool):
 def keep_freed_memory():
     """Let glibc's malloc keep freed memory for the next step. Otherwise large blocks go back to the
     system and return as pages of zeros."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "gnu_get_libc_version"):
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:
-    """The share of the GPU's peak that 6 FLOPs a parameter and token come to (Kaplan et al. 2020,
+    """The share of the GPU's peak that 6 FLOPs a parameter and token are (Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361, without attention's), or None for a GPU that is not listed."""
-    # Dense bfloat16 FLOP/s, from NVIDIA's data sheets.
-    peaks = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}
-    peak = next((peak for name, peak in peaks.items() if name in gpu), None)
-    return peak and 6 * n_parameters * tokens_per_second / peak
+    peaks = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}  # NVIDIA's, for bfloat16
+    for name in peaks:
+        if name in gpu:
+            return 6 * n_parameters * tokens_per_second / peaks[name]
