@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import filelock
@@ -78,20 +79,12 @@ def lock_directory(directory: Path) -> filelock.FileLock:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Give a locked directory to write into, which then replaces `target`. After an error nothing
-    is left of it."""
-    partial = target.with_name(f".{target.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = lock_directory(partial)
-    new, old = partial / "new", partial / "old"
-    try:
-        for directory in (new, old):  # of a process that was killed
-            shutil.rmtree(directory, ignore_errors=True)
+    """Give a directory to write into, which then replaces `target`. An error leaves nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+        new = Path(temporary, "new")
         new.mkdir()
         yield new
         if target.exists():
-            target.rename(old)
+            target.rename(Path(temporary, "old"))
         new.rename(target)
-    finally:
-        lock.release()
-        shutil.rmtree(partial, ignore_errors=True)
