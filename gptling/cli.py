@@ -13,7 +13,6 @@ import signal
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -26,16 +25,15 @@ CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # these two are for check_numbers
 Fraction = Annotated[float, "below 1"]
 T = TypeVar("T")
-Planned = Annotated[T | None, "planned"]  # what None means; for --help
+Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
 
 
 def optional_package(name: str, install: str) -> ModuleType:
     """Import a package that not everybody has. Raises UserError without it."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a broken package, built for another numpy say, raises anything
-        reason = f"{name} cannot be imported ({type(error).__name__}: {error})"
-        raise UserError(f"{reason}: pip install {install}") from None
+    except ImportError as error:
+        raise UserError(f"{error}: pip install {install}") from None
 
 
 def run(main: Callable[[], int | None]):
@@ -48,46 +46,46 @@ def run(main: Callable[[], int | None]):
         stream.reconfigure(encoding="utf-8", errors="replace")  # whatever the locale says
     try:
         code = main() or 0
-    except UserError as error:
-        code = print_error(str(error))
-    except (MemoryError, RuntimeError) as error:  # PyTorch has RuntimeErrors for it
-        message = str(error) or "out of memory"
-        if not re.search("out of memory|not enough memory|can't allocate memory", message):
-            raise
-        code = print_error("out of memory: a smaller batch, sequence or model needs less")
-    except BrokenPipeError:  # the reader of `sample.py | head` has had enough
-        os._exit(1)  # without a flush of the rest, which would fail again
-    except OSError as error:
-        if error.filename is None:
-            raise
-        code = print_error(f"{error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # the reader of `sample.py | head` has had enough
+        os._exit(1)  # without a flush of the rest, which would fail again
+    except Exception as error:
+        if not (message := describe(error)):
+            raise
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+        code = 1
     if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         os._exit(code)  # gloo's threads can abort an exit through the interpreter
     sys.exit(code)
 
 
+def describe(error: Exception) -> str:
+    """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
+    if isinstance(error, UserError):
+        return " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    said = f"{error!r} {error.__context__!r}"  # PyTorch's errors can hide the system's
+    if re.search("MemoryError|out of memory|not enough memory|can't allocate memory", said):
+        return "out of memory: a smaller batch, sequence or model needs less"
+    if re.search(r"No space left|quota exceeded|File too large|requested and \d+ written", said):
+        return f"the disk is full ({error}): what was saved before is whole"
+    return ""
+
+
 def treat_hangup_as_sigterm():
     """Do on SIGHUP, when the terminal is closed, what is done on SIGTERM at that moment."""
-    if not hasattr(signal, "SIGHUP") or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        return  # Windows has none, and nohup ignores it
-    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def receive(number, frame):
-        for descriptor in terminals:  # writing to a closed one would fail
+        for descriptor in (1, 2):  # writing to a closed terminal would fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         signal.raise_signal(signal.SIGTERM)
 
-    signal.signal(signal.SIGHUP, receive)
-
-
-def print_error(message: str) -> int:
-    """Print a mistake as one line on standard error, and return the exit code."""
-    script = Path(sys.argv[0]).name
-    print(f"{script}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    return 1
+    # Windows has no SIGHUP, and nohup ignores it.
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, receive)
 
 
 def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
@@ -99,7 +97,6 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     n_presets = first_flag if presets else 0
     flags = [flag for name in words[:n_presets] for flag in read_preset(name)]
     parsed = [parse_flag(flag, hints) for flag in flags + words[n_presets:]]
-    hide_empty_defaults(cls)
     config = tyro.cli(
         cls,
         args=[word for _, words in parsed for word in words],
@@ -114,28 +111,14 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
 def read_preset(name: str) -> list[str]:
     """Return the settings in a TOML file as flags. `config/gpt2.toml` is found from any directory.
     Raises UserError."""
-    paths = [path for path in (Path(name), CONFIG.parent / name) if path.is_file()]
-    if not paths or paths[0].suffix != ".toml":
+    file = Path(name) if Path(name).is_file() else CONFIG.parent / name
+    try:
+        settings = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
         known = ", ".join(f"config/{file.name}" for file in sorted(CONFIG.glob("*.toml")))
         hint = "prepare.py reads a text, --out_dir and --resume continue a run"
-        raise UserError(f"{name}: no such preset: there are {known}; {hint}")
-    try:
-        settings = tomllib.loads(paths[0].read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # TOMLDecodeError is one
-        raise UserError(f"{name}: {error}") from None
+        raise UserError(f"{name} is no preset ({error}): there are {known}; {hint}") from None
     return [f"--{key}={value}" for key, value in settings.items()]
-
-
-def hide_empty_defaults(cls: type):
-    """Have --help show no default that is None or empty, and mark what may be repeated or is
-    planned."""
-    hints = get_type_hints(cls, include_extras=True)
-    for field in fields(cls):
-        if field.default in (None, "", ()):
-            hint = "(repeatable)" if field.default == () else ""
-            hint = "(default: planned)" if "planned" in str(hints[field.name]) else hint
-            hidden = tyro.conf.arg(help_behavior_hint=hint)
-            cls.__annotations__[field.name] = Annotated[hints[field.name], hidden]
 
 
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:

@@ -21,7 +21,7 @@ import numpy as np
 import tiktoken
 
 from gptling.cli import optional_package
-from gptling.files import UserError, sync, writing
+from gptling.files import UserError, sync
 from gptling.tokenizers import END_OF_TEXT, encode
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
@@ -261,9 +261,8 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
     fingerprint, shards = hashlib.sha256(), (f"train-{n:05}.npy" for n in count())
 
     def save(split, name):
-        with writing(directory / name):
-            np.save(directory / name, np.frombuffer(unsaved[split], dtype))
-            sync(directory / name)
+        np.save(directory / name, np.frombuffer(unsaved[split], dtype))
+        sync(directory / name)
         unsaved[split] = bytearray()
 
     for split, ids in encoded:

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from gptling.files import UserError, replace, writing
+from gptling.files import UserError, replace
 
 MAX_WEIGHTS = 5_000_000  # of attention on a page, 2 bytes each: deep models show fewer tokens
 
@@ -99,10 +99,9 @@ def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_pr
 
 
 def write_page(path: Path, data: dict):
-    """Write what explain returns as HTML, whole or not at all. Raises UserError."""
+    """Write what explain returns as HTML, whole or not at all."""
     text = json.dumps(data)  # ASCII
     for character in "<>&":  # so that no token ends the script element or begins another
         text = text.replace(character, f"\\u{ord(character):04x}")
     template = Path(__file__).with_name("explain_template.html").read_text(encoding="utf-8")
-    with writing(path):
-        replace(path, template.replace("__DATA__</script>", f"{text}</script>").encode())
+    replace(path, template.replace("__DATA__</script>", f"{text}</script>").encode())

@@ -3,14 +3,12 @@
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import filelock
-from safetensors import SafetensorError
 
 
 class UserError(Exception):
@@ -20,21 +18,6 @@ class UserError(Exception):
 def is_plain_name(name: str) -> bool:
     """Whether a name is that of a directory, and no path that leads elsewhere."""
     return Path(name).name == name and name not in ("", "..")
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise UserError, with the space that is left, if writing `path` fails, as on a full disk."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        # torch.save raises a RuntimeError because of the file's OSError.
-        reason = error.__context__ if isinstance(error, RuntimeError) else error
-        named = getattr(reason, "filename", None)  # of open, not of write
-        if named or not isinstance(reason, OSError | SafetensorError):
-            raise
-        left = f"{shutil.disk_usage(path.parent).free / 1e6:,.1f} MB are left on the disk"
-        raise UserError(f"{path}: cannot be written: {reason}; {left}") from error
 
 
 def sync(path: Path):
@@ -47,13 +30,12 @@ def sync(path: Path):
 
 
 def replace(path: Path, content: bytes):
-    """Write a file, which replaces an older one once it is whole on the disk. Raises UserError."""
+    """Write a file, which replaces an older one once it is whole on the disk."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
-        with writing(path):
-            temporary.write_bytes(content)
-            sync(temporary)
-            temporary.replace(path)
+        temporary.write_bytes(content)
+        sync(temporary)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
-from gptling.files import replace, writing
+from gptling.files import replace
 from gptling.run import best_checkpoint, read_metrics
 
 SECONDS_BETWEEN_LINES = 10
@@ -147,11 +147,11 @@ class Report:
         return time.perf_counter() - self.run_start
 
     def log(self, **entry) -> dict:
-        """Write and return a line of log.jsonl. Raises UserError for a full disk."""
+        """Write and return a line of log.jsonl."""
         entry["seconds"] = round(self.seconds(), 3)
         if self.processes.is_main:
             log_file = self.out_dir / "log.jsonl"
-            with writing(log_file), log_file.open("a", encoding="utf-8") as file:
+            with log_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         return entry
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from gptling.files import UserError, lock_directory, read_json, replace, sync, writing
+from gptling.files import UserError, lock_directory, read_json, replace, sync
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
@@ -157,28 +157,27 @@ class RunDirectory:
         killed session left after that step, and write config.toml. Raises UserError."""
         if not self.processes.is_main:
             return
-        with writing(self.path / "config.toml"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = self.lock or lock_directory(self.path)
-            if step == 0 and list_checkpoints(self.path):
-                old = self.path.with_name(f"{self.path.name}.old")
-                shutil.rmtree(old, ignore_errors=True)
-                self.path.rename(old)  # with the lock in it
-                self.lock.release()
-                self.path.mkdir()
-                self.lock = lock_directory(self.path)
-                print(f"the run that was in {self.path} is now in {old}")
-            for path in self.path.glob(".checkpoint-*"):  # half written, or half deleted
-                shutil.rmtree(path)
-            log = self.path / "log.jsonl"
-            lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
-            kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
-            replace(log, b"".join(kept))
-            replace(self.path / "config.toml", as_preset(config).encode())
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock = self.lock or lock_directory(self.path)
+        if step == 0 and list_checkpoints(self.path):
+            old = self.path.with_name(f"{self.path.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            self.path.rename(old)  # with the lock in it
+            self.lock.release()
+            self.path.mkdir()
+            self.lock = lock_directory(self.path)
+            print(f"the run that was in {self.path} is now in {old}")
+        for path in self.path.glob(".checkpoint-*"):  # half written, or half deleted
+            shutil.rmtree(path)
+        log = self.path / "log.jsonl"
+        lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
+        kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
+        replace(log, b"".join(kept))
+        replace(self.path / "config.toml", as_preset(config).encode())
 
     def save(self, metrics, model, full_model, optimizers, scaler, progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
-        All processes call it and the first one writes. Raises UserError."""
+        All processes call it and the first one writes."""
         if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
@@ -191,15 +190,14 @@ class RunDirectory:
         final = self.path / f"checkpoint-{metrics['step']}"
         temporary = self.path / f".{final.name}.writing"
         try:
-            with writing(final):
-                reason = save(full_model, temporary, data.tokenizer_json)
-                with (temporary / "training_state.pt").open("wb") as file:
-                    torch.save(state, file)
-                (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
-                for path in [*temporary.iterdir(), temporary]:
-                    sync(path)  # all is on the disk before the rename makes it visible
-                temporary.rename(final)
-                sync(self.path)
+            reason = save(full_model, temporary, data.tokenizer_json)
+            with (temporary / "training_state.pt").open("wb") as file:
+                torch.save(state, file)
+            (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+            for path in [*temporary.iterdir(), temporary]:
+                sync(path)  # all is on the disk before the rename makes it visible
+            temporary.rename(final)
+            sync(self.path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         if reason and not self.last_reason:

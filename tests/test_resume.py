@@ -198,7 +198,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, name, full)
-    with pytest.raises(UserError, match=r"checkpoint-2: cannot be .* No space left"):
+    with pytest.raises(OSError, match="No space left"):
         save({"step": 2, "val_loss": 1})
     assert contents(tmp_path) == before and list(tmp_path.iterdir()) == [tmp_path / "checkpoint-1"]
 
