@@ -9,37 +9,25 @@ import torch.nn as nn
 def compile_steps(model: nn.Module, by_block: bool):
     """Compile what a new token needs on a CPU: one block, which all share, in a small part of the
     time; or all at once, for a narrow model, whose calls cost more than its matmuls."""
-    # One compilation for any length of the cache.
-    torch.compiler.config.dynamic_sources = r"L\['cache'\](\[\d+\])?\.length"
-    if not by_block:
-        model.next_logits = compile_if(one_token, model.next_logits)
-        return
-    torch._dynamo.config.recompile_limit = 8 + 2 * len(model.h)  # blocks may differ in numbers
-    for block in dict.fromkeys(model.h):
-        block.forward = compile_if(one_token, block.forward)
-    output = compile_if(lambda x: x.numel() == x.size(-1), model.logits)
-    model.logits = lambda x: output(x.clone(memory_format=torch.contiguous_format))
+    # One compilation for any length of the cache, and of the padding_mask.
+    torch.compiler.config.dynamic_sources = r"L\['cache'\](\[\d+\])?\.length,L\['padding_mask'\]"
+    if by_block:
+        torch._dynamo.config.recompile_limit = 8 + 2 * len(model.h)  # blocks may differ in numbers
+        for block in set(model.h):
+            block.forward = torch.compile(block.forward, fullgraph=True)
+        model.logits = torch.compile(model.logits, fullgraph=True)
+        step = model.next_logits
+    else:
+        step = torch.compile(model.next_logits, fullgraph=True)
 
+    def next_logits(idx, padding_mask=None, cache=None):
+        # A length of 0 or 1 would be compiled for itself alone.
+        if idx.size(1) == 1 and cache and cache[0].length >= 2:
+            return step(idx, padding_mask, cache)
+        with torch.compiler.set_stance("force_eager"):
+            return step(idx, padding_mask, cache)
 
-def one_token(x, *arguments) -> bool:
-    """Whether these arguments are of one new token, with a cache of two or more before it: a length
-    of 0 or 1 would be compiled for itself alone."""
-    caches = (a[0] if isinstance(a, list) else a for a in arguments)
-    return x.size(1) == 1 and any(getattr(cache, "length", 0) >= 2 for cache in caches)
-
-
-def compile_if(ready: Callable[..., bool], plain: Callable) -> Callable:
-    """`plain`, compiled for arguments that are `ready` for it."""
-    compiled = torch.compile(plain, fullgraph=True)
-
-    def step(*arguments, **options):
-        given = [*arguments, *options.values()]
-        for value in given:
-            if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
-                torch._dynamo.maybe_mark_dynamic(value, 1)  # padding_mask, as long as the cache
-        return (compiled if ready(*given) else plain)(*arguments, **options)
-
-    return step
+    model.next_logits = next_logits
 
 
 class StaticCache:
