@@ -8,14 +8,7 @@ import tiktoken
 
 class Sample:
     """A text: the ids of its tokens, and what of it is not printed yet, which is whole characters
-    and nothing from a stop text on.
-
-    >>> sample = Sample("A ", ids=[1], stop=["END"])
-    >>> for raw in (b"caf\\xc3", b"\\xa9 E", b"ND!"):
-    ...     sample.feed(raw)
-    >>> sample.unprinted, sample.ended
-    ('A café ', True)
-    """
+    and nothing from a stop text on."""
 
     def __init__(self, prompt: str, ids: Sequence[int], stop: Sequence[str] = ()):
         self.ids, self.n_prompt, self.unprinted = list(ids), len(ids), prompt
