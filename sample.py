@@ -29,7 +29,7 @@ from gptling.explain import explain, write_page
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.streaming import Sample, print_in_order
 from gptling.tokenizers import encode, load_tokenizer, start_token
-from model import GPT
+from model import GPT, next_token_probs
 
 
 @dataclass
@@ -53,20 +53,13 @@ class SampleConfig:
 
     def __post_init__(self):
         check_numbers(self)
-        self.prompt, *stop = (text.replace("\\n", "\n") for text in (self.prompt, *self.stop))
-        self.stop = tuple(stop)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top_p={self.top_p}: must be above 0 and at most 1")
-        if self.min_p > 1:
-            raise ValueError(f"--min_p={self.min_p}: must be at most 1")
-        if "" in self.stop:
-            raise ValueError("--stop '': give a text that is not empty")
-        if bool(self.prompt) + bool(self.prompts) + self.interactive > 1:
-            raise ValueError("--prompt, --prompts and --interactive: give only one of them")
-        if self.explain and (self.prompts or self.interactive or self.num_samples > 1):
-            raise ValueError("--explain: not with --prompts, --interactive or --num_samples")
-        if self.explain and Path(self.explain).suffix.lower() not in (".html", ".htm"):
-            raise ValueError(f"--explain {self.explain}: give a name that ends in .html")
+        self.prompt = self.prompt.replace("\\n", "\n")
+        self.stop = tuple(text.replace("\\n", "\n") for text in self.stop)
+        filters = self.temperature, self.top_k, self.top_p, self.min_p
+        next_token_probs(torch.zeros(1, 1), *filters)  # raises ValueError for a wrong one
+        if bool(self.prompts) + self.interactive + bool(self.prompt or self.explain) > 1:
+            hint = "give one of them, without --prompt or --explain"
+            raise ValueError(f"--prompts and --interactive: {hint}")
 
 
 # ---------------------------------------------------------------------------- prompts
@@ -74,15 +67,12 @@ class SampleConfig:
 
 def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     """Return the prompts of --prompt, --prompts or standard input. Without any it is "def" for a
-    run on the quick start's text, which is Python's source. Raises UserError for an empty file."""
-    if config.prompts:
-        text = Path(config.prompts).read_text(encoding="utf-8-sig", errors="surrogateescape")
-        if not text:
-            raise UserError(f"--prompts {config.prompts}: no line in it")
-        return text.removesuffix("\n").split("\n")
-    if config.prompt == "-":  # bytes that are not UTF-8 are named when the prompt is encoded
-        text = sys.stdin.buffer.read().decode("utf-8-sig", errors="surrogateescape")
-        return [text.removesuffix("\n").removesuffix("\r")]  # echo's newline is not meant
+    run on the quick start's text, which is Python's source."""
+    if config.prompts or config.prompt == "-":
+        raw = Path(config.prompts).read_bytes() if config.prompts else sys.stdin.buffer.read()
+        # encode names bytes that are not UTF-8. The newline of `echo` is not part of the prompt.
+        text = raw.decode("utf-8-sig", "surrogateescape").replace("\r\n", "\n").removesuffix("\n")
+        return text.split("\n") if config.prompts else [text]
     settings = checkpoint.parent / "config.toml"
     if not (config.prompt or config.interactive) and settings.is_file():
         if tomllib.loads(settings.read_text(encoding="utf-8"))["dataset"] == "quickstart":
@@ -95,19 +85,10 @@ def make_samples(tokenizer, prompts: list[str], config: SampleConfig) -> list[Sa
     """Return num_samples texts for each prompt, of one token at least. Raises UserError for an
     unknown character."""
     samples = []
-    for number, prompt in enumerate(prompts, start=1):
-        what = f"{config.prompts}, prompt {number}" if config.prompts else "the prompt"
-        ids = encode(tokenizer, prompt, what).tolist() or [start_token(tokenizer)]
+    for prompt in prompts:
+        ids = encode(tokenizer, prompt, "the prompt").tolist() or [start_token(tokenizer)]
         samples += [Sample(prompt, ids, config.stop) for _ in range(config.num_samples)]
     return samples
-
-
-def pad_left(rows: list[list[int]], device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return idx (B, T) and padding_mask (B, T), True for a token; None for equal lengths."""
-    T = max(map(len, rows))
-    idx = torch.tensor([[0] * (T - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[False] * (T - len(row)) + [True] * len(row) for row in rows])
-    return idx, None if mask.all() else mask.to(device)
 
 
 # ---------------------------------------------------------------------------- generation
@@ -117,26 +98,26 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
     """Complete all samples as one batch and print them in order. The first appears token by token;
     the one after it continues from where it is when the first has ended. Sample i of a prompt is
     drawn with seed + i, whatever else is in the batch."""
-    block_size, longest = model.config.block_size, max(sample.n_prompt for sample in samples)
-    if longest > block_size:
-        print(f"the model sees the last {block_size} of {longest} tokens", file=sys.stderr)
+    block_size, T = model.config.block_size, max(sample.n_prompt for sample in samples)
+    if T > block_size:
+        print(f"the model sees the last {block_size} of {T} tokens", file=sys.stderr)
     print(file=sys.stderr)
+    padded = [[0] * (T - sample.n_prompt) + sample.ids for sample in samples]
+    idx = torch.tensor(padded, device=config.device)  # (B, T)
+    lengths = torch.tensor([[sample.n_prompt] for sample in samples], device=config.device)
+    mask = torch.arange(T, device=config.device) >= T - lengths  # (B, T), False for padding
     seeds = [config.seed + i % config.num_samples for i in range(len(samples))]
     generators = [torch.Generator(config.device).manual_seed(seed) for seed in seeds]
-    idx, mask = pad_left([sample.ids for sample in samples], config.device)
     options = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    options |= {"padding_mask": mask, "generator": generators}
+    options |= {"padding_mask": None if mask.all() else mask, "generator": generators}
     waiting, start = list(samples), time.perf_counter()
     print_in_order(waiting)
-    try:
-        for tokens in model.generate(idx, config.max_new_tokens, **options):
-            for sample, token in zip(samples, tokens.tolist(), strict=True):
-                sample.add(token, tokenizer)
-            print_in_order(waiting)
-            if not waiting:
-                break
-    except ValueError as error:  # the logits contain NaN or infinity
-        raise UserError(f"{error}: its weights are damaged, or too large for --dtype") from None
+    for tokens in model.generate(idx, config.max_new_tokens, **options):
+        for sample, token in zip(samples, tokens.tolist(), strict=True):
+            sample.add(token, tokenizer)
+        print_in_order(waiting)
+        if not waiting:
+            break
     for sample in samples:
         sample.feed(b"", final=True)
     print_in_order(waiting)
@@ -174,7 +155,7 @@ def main():
     cast_parameters(model, getattr(torch, dtype)).to(config.device)
     n = sum(parameter.numel() for parameter in model.parameters())
     print(f"{checkpoint}: {n:,} parameters; {config.device}, {dtype}", file=sys.stderr)
-    with torch.inference_mode():  # a tenth faster than no_grad for a small model
+    with torch.inference_mode():
         padded = len({sample.n_prompt for sample in samples}) > 1
         model = speed_up(model, config.compile, rows=len(samples), padded=padded)
         if config.interactive:

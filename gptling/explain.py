@@ -13,8 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from gptling.files import UserError, replace
 
-MAX_WEIGHTS = 5_000_000  # of attention on a page, 2 bytes each: deep models show fewer tokens
-
 
 def visible(raw: bytes) -> str:
     """A token as a label: white space as symbols, unprintable characters as code points."""
@@ -65,8 +63,7 @@ def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_pr
     Of each token but the first, given those before it (temperature 1, no filter): its probability
     and rank, and the ten likeliest in its place as [label, probability, whether it is the token].
     attention: base64 of 65535 times the lower triangles of the weights in uint16."""
-    n_heads = model.config.n_layer * model.config.n_head
-    max_tokens = min(256, model.config.block_size, int((2 * MAX_WEIGHTS / n_heads) ** 0.5))
+    max_tokens = min(256, model.config.block_size)
     # From the beginning, so that each token has the context that it was drawn with. If the text
     # does not fit, a prompt of more than half of the page loses its beginning.
     start = max(0, min(n_prompt - max_tokens // 2, len(ids) - max_tokens))

@@ -123,16 +123,12 @@ MISTAKES = [
     ("sample.py damaged/cut_weights", "cut_weights/model.safetensors is damaged", "delete"),
     ("sample.py out/mine --prompt=ü", "'ü'", "U+00FC"),
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
-    ("sample.py out/mine --prompts=empty.txt", "empty.txt"),
     ("sample.py out/mine --temprature=1", "--temprature", "--temperature", 2),
     ("sample.py out/mine --temperature=-1", "--temperature=-1", 2),
-    ("sample.py out/mine --top_p=0", "--top_p=0", 2),
-    ("sample.py out/mine --min_p=2", "--min_p=2", 2),
+    ("sample.py out/mine --top_p=0", "top_p=0", 2),
     ("sample.py out/mine --num_samples=0", "--num_samples=0", 2),
-    ("sample.py out/mine --stop=", "--stop", 2),
     ("sample.py out/mine --prompt=a --interactive", "--prompt", "--interactive", 2),
-    ("sample.py out/mine --explain=page.txt", "page.txt", ".html", 2),
-    ("sample.py out/mine --explain=a.html --num_samples=2", "--explain", "--num_samples", 2),
+    ("sample.py out/mine --explain=a.html --interactive", "--explain", "--interactive", 2),
     ("sample.py out/mine --device=cuda", "cuda"),
 ]
 
