@@ -47,13 +47,12 @@ def logits_and_attention(model: nn.Module, idx: torch.Tensor):
     of PyTorch's attention that the model makes. Raises UserError for what a page cannot show."""
     with RecordAttention() as attention:
         logits, _ = model(idx)
-    if not attention.weights:
-        raise UserError("--explain: no attention seen: no call of F.scaled_dot_product_attention")
-    T, n_head = idx.size(1), len(attention.weights[0])
-    if any(w.shape != (n_head, T, T) or w.triu(1).any() for w in attention.weights):
-        what = f"of all {T} tokens to themselves and earlier ones, by the same number of heads"
-        raise UserError(f"--explain: attention is not {what}")
-    return logits[0], torch.stack(attention.weights)
+    weights, T = attention.weights, idx.size(1)
+    squares = [shape[1:] for shape in {w.shape for w in weights}] == [(T, T)]
+    if not squares or any(w.triu(1).any() for w in weights):
+        what = f"F.scaled_dot_product_attention of all {T} tokens to themselves and earlier ones"
+        raise UserError(f"--explain: model.py must call {what}, with equal numbers of heads")
+    return logits[0], torch.stack(weights)
 
 
 @torch.no_grad()

@@ -143,17 +143,11 @@ TWICE = KERNEL + "        y = y - 0.5 * self.attend(q.flip(-1), k, v, **options)
 
 @pytest.mark.gpt2
 @pytest.mark.parametrize(
-    "new, line",
-    [
-        (FORMULA, "--explain: no attention seen"),
-        (SINK + KERNEL, "--explain: .* all 12 tokens"),
-        (ALL + KERNEL, "--explain: .* earlier ones"),
-    ],
-    ids=["written out", "a key more", "the future"],
+    "new", [FORMULA, SINK + KERNEL, ALL + KERNEL], ids=["written out", "a key more", "the future"]
 )
-def test_attention_that_cannot_be_shown_is_one_line(new, line):
+def test_attention_that_cannot_be_shown_is_one_line(new):
     model = random_model(model_class=edited_module((KERNEL, new)).GPT)
-    with pytest.raises(UserError, match=f"^{line}"):
+    with pytest.raises(UserError, match="all 12 tokens"):
         explain(model, BYTES, list(range(65, 77)), 1)
 
 
@@ -182,12 +176,6 @@ def test_a_long_text_is_cut_where_the_page_says(n_prompt, n, before, after):
     assert data["omitted"] == {"before": before, "after": after}
     expected = attention_of(model, shown)
     torch.testing.assert_close(read_weights(data), expected, **CLOSE)
-
-
-def test_deep_models_show_fewer_tokens(monkeypatch):
-    monkeypatch.setattr("gptling.explain.MAX_WEIGHTS", 300)
-    data = explain(random_model(), BYTES, [65] * 16, 2)
-    assert len(data["tokens"]) == 12 and len(base64.b64decode(data["attention"])) <= 2 * 330
 
 
 def test_a_page_shows_float32_and_only_the_ids_of_the_tokenizer(tmp_path):
