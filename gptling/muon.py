@@ -1,5 +1,4 @@
 """Muon: momentum, orthogonalised by Newton-Schulz's iteration.
-
 Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
 Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/
 """
@@ -42,18 +41,18 @@ class Muon(torch.optim.Optimizer):
                 if sum(rows) != p.size(-2):
                     name = group.get("param_names", group["params"])[i]
                     raise ValueError(f"{name} has {p.size(-2)} rows, but .matrices = {rows}")
-                parts = (t.split(rows, dim=-2) for t in (weight, update))
+                rows = rows * weight[..., 0, 0].numel()  # for each matrix of a stack
+                parts = (t.view(-1, p.size(-1)).split(rows) for t in (weight, update))
                 for part in zip(*parts, strict=True):
-                    batches.setdefault(part[0].shape[-2:], []).append(part)
+                    batches.setdefault(part[0].shape, []).append(part)
             for (rows, columns), parts in sorted(batches.items()):
-                updates = torch.cat([u.reshape(-1, rows, columns) for _, u in parts])
+                updates = torch.stack([update for _, update in parts])
                 exact = self.dtype == torch.float32 and updates.device.type == "cpu"
                 updates = orthogonalise(updates.to(self.dtype), exact=exact)
                 scale = math.sqrt(max(1, rows / columns))  # taller ones write more
-                sizes = [weight.numel() // (rows * columns) for weight, _ in parts]
-                for (weight, _), update in zip(parts, updates.split(sizes), strict=True):
+                for (weight, _), update in zip(parts, updates, strict=True):
                     weight.mul_(1 - lr * group["weight_decay"])
-                    weight.add_(update.view_as(weight), alpha=-lr * scale)
+                    weight.add_(update, alpha=-lr * scale)
             for p, weight in gathered:
                 p.copy_(shard(weight, p))
 
@@ -71,14 +70,13 @@ def orthogonalise(x: torch.Tensor, steps: int = 5, exact: bool = False) -> torch
     rows, columns = x.shape[1:]
     at_once = 1 if rows == columns else 5 if exact else 1 if rows < 64 else 3
     for first in range(0, steps, at_once):
-        gram, product = x @ x.mT, None
-        end = min(first + at_once, steps)
-        for step in range(first, end):
+        gram, factor, product = x @ x.mT, None, None
+        for _ in range(first, min(first + at_once, steps)):
+            if factor is not None:
+                gram = factor @ gram @ factor  # that of product x
             factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             factor.diagonal(dim1=1, dim2=2).add_(a)
             product = factor if product is None else factor @ product
-            if step + 1 < end:
-                gram = factor @ gram @ factor  # that of factor x
         x = product @ x
     return x.mT if tall else x
 
