@@ -1,8 +1,6 @@
-"""One process, or several that torchrun has started: rank, device, reductions,
-DDP (Li et al. 2020, https://arxiv.org/abs/2006.15704) and
-FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277)."""
+"""One process, or several that torchrun has started: device, reductions, DDP (Li et al. 2020,
+https://arxiv.org/abs/2006.15704) and FSDP (Zhao et al. 2023, https://arxiv.org/abs/2304.11277)."""
 
-import copy
 import os
 import signal
 import sys
@@ -16,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling.devices import pick_device
 from gptling.files import UserError
-from gptling.loss import objective_and_parts
 
 
 class Processes:
@@ -41,9 +38,7 @@ class Processes:
 
     def use_device(self, device: str) -> str:
         """Choose the device, one GPU per process. Return cpu, cuda or mps. Raises UserError."""
-        self.device, gpus = pick_device(device), torch.cuda.device_count()
-        if self.world_size > 1 and self.device != "cpu" and self.local_rank >= gpus:
-            raise UserError(f"there are {gpus} CUDA GPUs: lower --nproc_per_node, or --device=cpu")
+        self.device = pick_device(device)
         if self.device == "cuda":
             torch.cuda.set_device(self.local_rank)
         return self.device
@@ -88,17 +83,8 @@ class Processes:
         # PyTorch 2.13 warns about this name. Older versions have no other.
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
         options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-        parallel = DistributedDataParallel(model, **options)
-        # DDP changes the order of its sums after its first gradient. If it did so in a resumed
-        # run's first step, three processes would add in another order than before.
-        idx = self.to_device(torch.zeros(1, model.config.block_size, dtype=torch.int64))
-        before = copy.deepcopy(dict(model.named_buffers()))
-        for _ in range(2):
-            objective_and_parts(parallel(idx, idx))[0].backward()
-        model.zero_grad()
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
-        return parallel
+        # Without this DDP sums in another order after its first step, and again when resumed.
+        return DistributedDataParallel(model, find_unused_parameters=True, **options)
 
     def _shard(self, model: torch.nn.Module) -> torch.nn.Module:
         from torch.distributed.device_mesh import init_device_mesh  # slow to import
@@ -117,19 +103,19 @@ class Processes:
         """Return the model with whole parameters for the first process. All call it."""
         if not self.sharded:
             return model
-        state = model.state_dict()  # sharded again, if a forward pass has left it gathered
+        state = model.state_dict()
         full = {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
         if not self.is_main:
             return None
-        copy = model_class(model.config)
-        copy.load_state_dict(full)
-        return copy
+        whole = model_class(model.config)
+        whole.load_state_dict(full)
+        return whole
 
 
 def recompute_activations(model: torch.nn.Module, compile_blocks: bool):
     """Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): keep only a
-    block's input, and recompute the rest in the backward pass. compile_blocks: each on its own,
-    because FSDP's hooks around a block leave it out of a compiled model."""
+    block's input, and recompute the rest in the backward pass. compile_blocks: each alone, for
+    FSDP's hooks around a block keep it out of a compiled model."""
     for block in dict.fromkeys(model.h):  # a shared one once
         forward = torch.compile(block.forward) if compile_blocks else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False)

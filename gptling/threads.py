@@ -28,3 +28,4 @@ def limit_spinning():
 
 
 limit_spinning()
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of find_unused_parameters
