@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from gptling.files import UserError
 
-ROWS_WITHOUT_GRADIENT = 2048  # rows of logits held at a time if no gradient is needed
+ROWS_WITHOUT_GRADIENT = 1024  # rows of logits held at a time if no gradient is needed
 # Logits in float32 at a time: 16 MB stay in a CPU's cache; 512 MB elsewhere.
 LOGITS_AT_ONCE = {"cpu": 1 << 22}
 
@@ -29,12 +29,10 @@ class LossesInPieces(torch.autograd.Function):
         ctx.gradient = logits.detach()  # autograd raises an error if it has kept the logits
         parts = []
         for part, target in zip(ctx.gradient.split(rows), targets.split(rows), strict=True):
-            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+            with torch.enable_grad():
                 leaf = part.detach().requires_grad_()
                 loss = losses(leaf, target)
-                scaled_sum = loss.sum() * ctx.scale
-            if ctx.needs_input_grad[0]:
-                part.copy_(torch.autograd.grad(scaled_sum, leaf)[0])
+                part.copy_(torch.autograd.grad(loss.sum() * ctx.scale, leaf)[0])
             parts.append(loss.detach())
         return torch.cat(parts)
 
@@ -54,15 +52,12 @@ def loss_in_pieces(to_logits, losses, x: torch.Tensor, targets: torch.Tensor, ro
     targets (B, T); to_logits gives (B, T, V), losses (N,) from `rows` of (N, V) and (N,)."""
     if torch.compiler.is_compiling():  # a compiler fuses the whole of it
         return losses(to_logits(x).flatten(0, 1), targets.flatten())
-
-    def compute(x, targets):
+    if torch.is_grad_enabled():
         logits = to_logits(x).flatten(0, 1)
         return LossesInPieces.apply(logits, targets.flatten(), losses, rows)
-
-    if torch.is_grad_enabled():
-        return compute(x, targets)
     n = max(1, ROWS_WITHOUT_GRADIENT // x.size(1))  # sequences
-    return torch.cat([*map(compute, x.split(n), targets.split(n))])
+    parts = zip(x.split(n), targets.split(n), strict=True)
+    return torch.cat([losses(to_logits(x).flatten(0, 1), y.flatten()) for x, y in parts])
 
 
 def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
@@ -98,16 +93,11 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
 
 
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of what GPT.forward returns with targets: what training minimizes, and the parts whose
-    sum it is: "loss", and what a changed model adds to it. Raises UserError for another third value
-    than {name: scalar}."""
+    """Of what GPT.forward returns with targets: what training minimises, and the parts whose
+    sum it is: "loss", and what a changed model adds to it, a dict of scalars."""
     _, loss, *terms = output
-    terms = terms[0] if terms else {}
-    named = isinstance(terms, dict) and "loss" not in terms
-    if not named or any(getattr(term, "shape", None) != () for term in terms.values()):
-        remedy = "give {name: scalar tensor}, no name being loss"
-        raise UserError(f"forward() in model.py returns a third value, {terms!r:.50}: {remedy}")
-    return sum(terms.values(), start=loss), {"loss": loss} | terms
+    parts = {"loss": loss} | (terms[0] if terms else {})
+    return sum(parts.values()), parts
 
 
 def check_finite(what: str, value: float, step: int, config):
