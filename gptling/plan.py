@@ -17,7 +17,8 @@ from gptling.loss import objective_and_parts
 
 STARTED = time.perf_counter() - time.process_time()  # of the program: its imports took CPU time
 # Layers and widths to choose from: the largest model that sees enough tokens in the time.
-SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
+SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
+SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
 TOKENS_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
 MAX_EPOCHS, SHORT_TEXT_STEPS = 12, 200  # the larger of the two ends a run
 MAX_PARAMETERS_PER_TOKEN = 25  # of the text. Times the epochs, they are its memorisation:
