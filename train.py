@@ -11,25 +11,20 @@
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
-writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format and training_state.pt), log.jsonl,
-config.toml, and loss.png and tensorboard/ if matplotlib and TensorBoard are installed.
+writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format), log.jsonl, config.toml, loss.png
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101
 - Micikevicius et al. 2018, mixed precision, https://arxiv.org/abs/1710.03740
-- Brown et al. 2020 (GPT-3), appendix B: the recipe of AdamW in config/gpt2.toml
 - Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
 - Hägele et al. 2024, warm-up, stable, decay, https://arxiv.org/abs/2405.18392
 """
 
-import itertools
 import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
@@ -39,7 +34,7 @@ from tyro.conf import Suppress
 from gptling.cli import Fraction, Planned, PositiveInt, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches, tokens_per_step
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
-from gptling.files import UserError, is_plain_name
+from gptling.files import UserError
 from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
 from gptling.plan import STARTED, choose_rates, eval_part, fill_in, plan_run
@@ -77,8 +72,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     seed: int = 1337  # random seed: initialisation, data order, dropout, samples
     # optimizer
     batch_size: Planned[PositiveInt] = None  # sequences per micro-batch
-    # micro-batches per step, over all processes
-    gradient_accumulation_steps: Planned[PositiveInt] = None
+    gradient_accumulation_steps: Planned[PositiveInt] = None  # micro-batches per step, in total
     optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in the blocks; AdamW for the rest
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
     muon_lr: Planned[float] = None  # Muon's peak learning rate; follows the same schedule
@@ -110,20 +104,16 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
 
     def __post_init__(self):  # GPTConfig checks the sizes once they are known
         check_numbers(self)
-        if not is_plain_name(self.dataset):
-            raise ValueError(f"--dataset={self.dataset!r}: give a name under data/, not a path")
         if self.resume + self.auto_resume + self.overwrite + self.eval_only > 1:
             raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
 
 
-# A flag that changes one of these would make it a different run: resuming refuses it. So it does
-# if another number of sequences is in a step.
-FIXED = {"init_from", "optimizer", "seed", "vocab_multiple"}
-FIXED |= {"block_size", "n_layer", "n_head", "n_embd", "bias"}
+# A flag that changes one of these would make it a different run: resuming refuses it.
+FIXED = {"init_from", "optimizer", "seed", "vocab_multiple", "block_size"}
 
-# What is None in a run of --max_iters is not planned. Its rates follow from the width.
+# The values of planned fields in a run of --max_iters. Its rates follow from the width.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
 SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1}
 SMALL |= {"max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
@@ -158,9 +148,8 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
     ]
     optimizers = [torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)]
     if muon:
-        scale = config.muon_lr / (config.learning_rate or 1)
         named = [(name, p) for name, p in model.named_parameters() if p in muon]
-        group = {"params": named, "lr_scale": scale}
+        group = {"params": named, "lr_scale": config.muon_lr / (config.learning_rate or 1)}
         options = {"momentum": config.muon_momentum, "weight_decay": config.weight_decay}
         muon_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         optimizers.append(Muon([group], muon_dtype, **options))
@@ -169,17 +158,18 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, processes: Processes):
-    """Loss over the validation split: (nats per token, bits per byte of text)."""
+    """Return the loss over the validation split in nats per token and in bits per byte of text."""
     sums = []  # of losses and of targets that count, on the device, which nothing waits for
     model.eval()
     for idx, targets in data.validation_batches(config.batch_size, processes):
         _, loss, *_ = model(idx, targets)  # a mean over the targets that count: not -100
         count = (targets != -100).sum()
-        sums.append(torch.stack([torch.where(count > 0, loss * count, 0), count]))
+        sums.append(torch.stack([loss * count, count]))
     model.train()
     total, count = processes.sum(torch.stack(sums).cpu().double().sum(dim=0)).tolist()
     nats, bytes_per_token = total / max(1, count), max(1, data.val_bytes) / data.val_targets
-    return nats, nats / math.log(2) / bytes_per_token
+    bits_per_byte = nats / math.log(2) / bytes_per_token
+    return {"val_loss": nats, "bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
 
 
 def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
@@ -190,11 +180,10 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     compile = config.compile
-    if compile == "auto":  # on CUDA, if the run is longer than two minutes
+    if compile == "auto":  # on CUDA, if the run is longer than two minutes at 100 TFLOP/s
         tokens = config.max_iters * tokens_per_step(vars(config))
-        flops = 6 * sum(p.numel() for p in model.parameters()) * tokens
-        seconds = 60 * config.minutes or flops / 1e14  # Kaplan et al. 2020, at 100 TFLOP/s
-        compile = device == "cuda" and seconds > 120
+        flops = 6 * tokens * sum(p.numel() for p in model.parameters())  # Kaplan et al. 2020
+        compile = device == "cuda" and (config.minutes > 2 or flops > 120 * 1e14)
     rows = micro_batches(config, processes.world_size)[0] * config.block_size
     use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
@@ -210,9 +199,6 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 def main():
     # ------------------------------------------------------------ configuration
     config, given = load(TrainConfig, __doc__, presets=True)
-    last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
-    if config.resume and last == "minutes":
-        raise UserError("--minutes plans a new run: leave it out")
     config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
     processes = Processes()
     run_directory = RunDirectory(Path(config.out_dir), processes)
@@ -226,54 +212,40 @@ def main():
     if source is None and config.init_from != "scratch":
         source = find_checkpoint(config.init_from)
     longest = take_sizes(config, given, GPT, source) if source else math.inf  # sequence
-    missing = config.dataset == "quickstart" and not any(Path("data/quickstart").glob("*"))
-    if missing and processes.is_main and not config.eval_only:
+    missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
+    if missing and processes.is_main:
         prepare(PrepareConfig())
     processes.barrier()
+    last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
     if not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
         config.max_iters = None
-        set_up_candidate = partial(set_up, source=source, processes=processes)
-        plan_run(config, longest, set_up_candidate, processes)
+        plan_run(config, longest, partial(set_up, source=source, processes=processes), processes)
     elif not state:
-        config.minutes = 0.0
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
         choose_rates(config)
-    if config.min_lr > config.learning_rate:
-        raise UserError(f"--min_lr={config.min_lr}: at most --learning_rate={config.learning_rate}")
     if config.warmup_iters > config.max_iters:
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
-    if state:
-        step = state["progress"].step
-        before = SimpleNamespace(**vars(config) | state["config"])
-        rates = [learning_rate(step - 1, settings) for settings in (before, config)]
-        if rates[0] != rates[1]:
-            print(f"the learning rate jumps from {rates[0]:.3g} to {rates[1]:.3g} at step {step}")
 
-    # ------------------------------------------------------------ data
+    # ------------------------------------------------------------ data and model
     data = Dataset(config.dataset, config.block_size, eval_part(vars(config)))
     if state and state["data"] != data.fingerprint and not config.allow_changed_data:
-        changed = f"{data.directory} is not what {config.out_dir} was trained on"
-        raise UserError(f"{changed}: prepare it again, or give --allow_changed_data")
-
-    # ------------------------------------------------------------ model
+        remedy = "prepare it again, or give --allow_changed_data"
+        raise UserError(f"{data.directory} is not what {config.out_dir} was trained on: {remedy}")
     model, parallel, compiled, autocast, dtype, optimizers = set_up(config, data, source, processes)
     config.vocab_size = model.config.vocab_size
     if config.eval_only:
         with autocast:
-            print_evaluation(source, data, *evaluate(parallel, data, config, processes))
+            print_evaluation(source, data, **evaluate(parallel, data, config, processes))
         return
     if not state:
         print_uninitialised(model, optimizers)
-    if data.val_targets < len(data.val) - 1:
-        but = ", the last one all" * (config.eval_tokens is None)
-        print(f"evaluations cover {data.val_targets:,} of {len(data.val) - 1:,} tokens{but}")
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     run_directory.restore(config, model, optimizers, scaler, state)
     progress = state.get("progress", Progress())
+    then, now = optimizers[0].param_groups[0]["lr"], learning_rate(progress.step - 1, config)
+    if state and then != now:
+        print(f"the learning rate jumps from {then:.3g} to {now:.3g} at step {progress.step}")
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
-    batches = itertools.chain([next(batches)], batches)  # bad data shows before anything is written
-    if config.wandb and not find_spec("wandb"):  # and so does its absence
-        raise UserError("--wandb: pip install wandb")
     run_directory.start(config, progress.step)
     print_header(config, processes, progress, model, data, dtype)
     report = Report(config, processes, progress, model)
@@ -295,8 +267,7 @@ def main():
                 group["lr"] = lr * group.get("lr_scale", 1)
 
         batch = [next(batches) for _ in range(micro_steps)]  # to mask targets, make them -100 here
-        counts = [(y != -100).sum() for _, y in batch]
-        n_targets = processes.sum(sum(counts)).clamp(min=1)  # of the step, in all processes
+        n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # in all processes
         losses = {}  # of the step: "loss", and what a changed model adds to it
         for micro_step, (x, y) in enumerate(batch):
             # Dropout is a function of the micro-batch, wherever it is computed.
@@ -307,7 +278,7 @@ def main():
                 objective, parts = objective_and_parts(compiled(x, y))
             # A mean over the micro-batch's targets becomes part of one over all of the step's. Over
             # processes gradients are averaged. Without targets the ratio is inf, and all is 0.
-            ratio = n_targets / (counts[micro_step] * world_size)
+            ratio = n_targets.clamp(min=1) / ((y != -100).sum() * world_size)
             scaler.scale(objective / ratio).backward()
             for name, value in parts.items():
                 losses[name] = losses.get(name, 0) + value.detach() / ratio
@@ -323,8 +294,6 @@ def main():
         stopped = signals.received()
         if device == "cpu" or report_now or evaluate_now or stopped:
             check_finite("the loss", losses["loss"].item(), done, config)  # which waits for a GPU
-            if not scaler.is_enabled():
-                check_finite("the gradient's norm", norm.item(), done, config)
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
         overflow = scaler.is_enabled() and not math.isfinite(norm)
         for optimizer in optimizers:
@@ -340,18 +309,17 @@ def main():
             report.training(done, losses, norm, optimizers)
         if evaluate_now:
             with report.paused():
+                train_loss = float(progress.loss_sum) / progress.loss_steps
+                metrics = {"step": done, "train_loss": train_loss}
+                progress.loss_sum, progress.loss_steps = 0.0, 0
                 with autocast:
-                    val_loss, bits_per_byte = evaluate(parallel, data, config, processes)
-                    comparable = val_loss  # over the same tokens each time
+                    metrics |= evaluate(parallel, data, config, processes)
+                    comparable = metrics["val_loss"]  # over the same tokens each time
                     if done == config.max_iters and config.eval_tokens is None:
                         data.validate_on(0)
-                        val_loss, bits_per_byte = evaluate(parallel, data, config, processes)
-                train_loss = float(progress.loss_sum) / progress.loss_steps
-                check_finite("a loss", train_loss + val_loss, done, config)  # before it is saved
-                progress.loss_sum, progress.loss_steps = 0.0, 0
-                metrics = {"step": done, "train_loss": train_loss, "val_loss": val_loss}
-                metrics |= {"bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
-                metrics |= {"comparable_loss": comparable} if comparable != val_loss else {}
+                        metrics |= evaluate(parallel, data, config, processes)
+                        metrics["comparable_loss"] = comparable
+                check_finite("a loss", metrics["train_loss"] + metrics["val_loss"], done, config)
                 progress.best = min(progress.best, comparable)
                 report.evaluation(metrics, best=comparable == progress.best)
                 save(metrics)  # before a changed model's generate can fail

@@ -112,10 +112,11 @@ def print_header(config, processes, progress, model, data, dtype: str):
     shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
     tokens = tokens_per_step(vars(config))
     epochs = config.max_iters * tokens / data.n_tokens
+    part = f", {data.val_targets:,} at a time" * (data.val_targets < len(data.val) - 1)
     several = f", {processes.world_size} processes" * (processes.world_size > 1)
     resumed = f", from step {progress.step}" * (progress.step > 0)
     print(
-        f"data:  {data.n_tokens:,} tokens to train on, {len(data.val):,} to validate on\n"
+        f"data:  {data.n_tokens:,} tokens to train on, {len(data.val):,} to validate on{part}\n"
         f"model: {size}, {shape}, context {config.block_size}\n"
         f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs), "
         f"saved in {config.out_dir}\n"
@@ -255,10 +256,10 @@ class Report:
         print(f"Next: python sample.py {out_dir}\n      {then}")
 
 
-def print_evaluation(name, data, nats: float, bits_per_byte: float):
+def print_evaluation(name, data, val_loss: float, bits_per_byte: float, val_tokens: int):
     """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
     print(
-        f"{nats:.4f} nats per token, perplexity {math.exp(nats):,.4f}, "
+        f"{val_loss:.4f} nats per token, perplexity {math.exp(val_loss):,.4f}, "
         f"{bits_per_byte:.4f} bits per byte: {name}, "
-        f"over {data.val_targets:,} tokens of {data.directory / 'val.npy'}"
+        f"over {val_tokens:,} tokens of {data.directory / 'val.npy'}"
     )

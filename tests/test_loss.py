@@ -67,7 +67,7 @@ def test_evaluation_is_the_mean_over_the_targets_that_count():
     batches = list(zip(idx.split(2), targets.split(2), strict=True))
     sizes = {"val_targets": 96, "val_bytes": 192}
     data = types.SimpleNamespace(validation_batches=lambda *_: batches, **sizes)
-    nats, bits = evaluate(model, data, TrainConfig(), one_process())
+    nats, bits, _ = evaluate(model, data, TrainConfig(), one_process()).values()
     assert nats == pytest.approx(expected, rel=1e-6)
     assert bits == pytest.approx(expected / math.log(2) / 2, rel=1e-6)
 

@@ -74,7 +74,6 @@ MISTAKES = [
     ("train.py --dropout=1.5", "dropout=1.5", 2),
     ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
-    ("train.py --dataset=../mine", "../mine", 2),
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),
     ("train.py a.txt", "a.txt", "prepare.py"),
     ("train.py out/mine", "out/mine", "--resume"),
@@ -86,7 +85,6 @@ MISTAKES = [
     ("train.py --dataset=nix", "data/nix", "prepare.py", "--name=nix", "--dataset from", "mine"),
     ("train.py --dataset=notes", "data/notes has no prepared text", "prepare.py"),
     ("train.py NEW --dataset=mine --block_size=1000", "1001", "--block_size"),
-    ("train.py NEW --dataset=mine --min_lr=1", "--min_lr=1.0", "--learning_rate="),
     ("train.py --out_dir=new --dataset=mine --minutes=-5", "--minutes=-5", 2),
     ("train.py NEW --dataset=mine --device=cuda", "cuda"),
     ("train.py NEW --dataset=mine --init_from=nix", "nix", "out/mine"),
@@ -102,17 +100,12 @@ MISTAKES = [
     ("train.py --resume --auto_resume", "only one of", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
     ("train.py --resume --out_dir=out/mine", "out/mine", "--max_iters"),
-    (
-        "train.py --resume --out_dir=out/mine --max_iters=30 --n_layer=3",
-        "--n_layer=3",
-        "the run has 2",
-    ),
+    ("train.py --resume --out_dir=out/mine --max_iters=30 --n_layer=3", "--n_layer=3", "has 2"),
     (
         "train.py --resume --out_dir=out/mine --max_iters=30 --dataset=other",
         "data/other",
         "--allow",
     ),
-    ("train.py --resume --out_dir=out/mine --minutes=5", "--minutes"),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint", "out/mine"),
     ("in no_model: sample.py", "out/", "train.py"),
@@ -213,7 +206,6 @@ def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, ro
     [
         ("prepare.py hf:someone/something", "datasets", "datasets"),
         ("prepare.py a.parquet", "pyarrow.parquet", "datasets"),
-        ("train.py TINY --dataset=mine --out_dir=new --wandb", "wandb", "wandb"),
     ],
 )
 def test_a_missing_package_is_named(

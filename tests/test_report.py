@@ -79,7 +79,6 @@ def test_an_optional_package_that_fails_does_not_end_the_run(here, monkeypatch, 
 
     for module in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(init=broken))
-    monkeypatch.setattr("train.find_spec", lambda name: True)
     monkeypatch.setattr("gptling.report.draw_curves", broken)
     flags = ["--dataset=mine", *TINY, "--max_iters=10", "--eval_interval=5", "--curves=True"]
     for installed in (True, False):
@@ -109,13 +108,13 @@ def test_the_log_has_seconds_since_the_start(tmp_path):
 def test_the_first_lines_say_what_is_trained_on_what(capsys):
     model = GPT(GPTConfig(8, 11, 1, 2, 4))
     n = sum(p.numel() for p in model.parameters())
-    data = SimpleNamespace(n_tokens=12_800, val=[0] * 2000)
+    data = SimpleNamespace(n_tokens=12_800, val=[0] * 2000, val_targets=500)
     sizes = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 4, "max_iters": 1000}
     config = small(**sizes, batch_size=4, gradient_accumulation_steps=2, out_dir="out/a")
     for step, count, rest in ((0, f"{n} parameters", ""), (7, f"4 of {n} param", ", from step 7")):
         print_header(config, one_process(), Progress(step=step), model, data, "float32")
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == "data:  12,800 tokens to train on, 2,000 to validate on"
+        assert lines[0] == "data:  12,800 tokens to train on, 2,000 to validate on, 500 at a time"
         assert lines[1].startswith(f"model: {count}")
         assert lines[1].endswith(", 1 layers, 2 heads, width 4, context 8")
         assert lines[2] == "run:   1,000 steps of 64 tokens (5.0 epochs), saved in out/a"

@@ -287,8 +287,8 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
 
 @pytest.mark.parametrize(
     "flag, value",
-    [(name, 99) for name in sorted(FIXED - {"init_from", "optimizer", "bias", *STEP})]
-    + [("bias", True), ("optimizer", "adamw"), ("init_from", "out/other")],
+    [(name, 99) for name in sorted(FIXED - {"init_from", "optimizer"})]
+    + [("optimizer", "adamw"), ("init_from", "out/other")],
 )
 def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
     saved = asdict(small())
@@ -345,7 +345,7 @@ def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train
         for more in ([], ["--overwrite"], ["--resume"], ["--auto_resume"]):
             flags = ["--dataset=mine", *TINY, "--max_iters=30", *more]
             seconds.append(run_script("train.py", *flags, cwd=finished))
-        return 2.0, 3.0
+        return {"val_loss": 2.0, "bits_per_byte": 3.0}
 
     monkeypatch.setattr("train.evaluate", evaluate)
     assert train(*RESUME, "--max_iters=21", cwd=finished).returncode == 0
@@ -359,8 +359,7 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
     """Whatever the start fails by before that; a second one replaces the first."""
     run, flags = finished / "out/mine", ["--dataset=mine", *TINY, "--overwrite", "--max_iters=3"]
     before = contents(run)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    for error in (["--wandb"], ["--init_from=nix"], ["--dataset=nix", "--out_dir=out/mine"]):
+    for error in (["--init_from=nix"], ["--dataset=nix", "--out_dir=out/mine"]):
         assert train(*flags, *error, cwd=finished).returncode == 1
         assert contents(run) == before and not (finished / "out/mine.old").exists()
     process = train(*flags, cwd=finished)
