@@ -10,7 +10,6 @@ Sennrich et al. 2016, byte-pair encoding, https://arxiv.org/abs/1508.07909
 """
 
 import functools
-import itertools
 import json
 import math
 import random
@@ -27,8 +26,7 @@ from gptling.files import UserError
 END_OF_TEXT = "<|endoftext|>"
 BPE_SAMPLE = 100_000_000  # characters to train a BPE on, at most
 SAMPLE_PIECE = 1 << 12  # characters that are drawn or left out together, the longest word of a BPE
-MAX_RUN = 1 << 12
-RUN = re.compile(r"[^\W\d_]++|\d++|\s++|(?:[^\w\s]|_)++")  # each with one kind of characters
+LONG_RUN = re.compile(r"([^\W\d_]{2048}|\d{2048}|\s{2048}|(?:[^\w\s]|_){2048})")  # of one kind
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 BPE_PATTERN = (  # GPT-4's (tiktoken's cl100k_base)
@@ -157,29 +155,16 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
     return all(bytes([byte]) in tokenizer._mergeable_ranks for byte in range(256))
 
 
-def cut_runs(text: str) -> list[str]:
-    """The text, but with runs of letters, digits, white space or signs cut into pieces of at most
-    MAX_RUN characters, as much longer ones are too much for tiktoken's patterns."""
-    blocks = range(0, len(text) - MAX_RUN // 2 + 1, MAX_RUN // 2)  # a longer run fills one of them
-    if not any(RUN.fullmatch(text, i, i + MAX_RUN // 2) for i in blocks):
-        return [text]
-    cuts = (range(*run.span(), MAX_RUN)[1:] for run in RUN.finditer(text))
-    places = [0, *itertools.chain.from_iterable(cuts), len(text)]
-    return [text[start:end] for start, end in itertools.pairwise(places)]
-
-
 def encode(tokenizer: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
     """Token ids, (n,) uint32. Special tokens in the text are plain text. Raises UserError for a
     character that the tokenizer lacks, for which tiktoken would abort."""
     for character in () if has_all_bytes(tokenizer) else sorted(set(text)):
         if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
             raise UserError(f"{what}: the tokenizer lacks {character!r} (U+{ord(character):04X})")
-    try:
-        parts = cut_runs(text)
-        ids = [tokenizer.encode_to_numpy(part, disallowed_special=()) for part in parts]
-    except UnicodeEncodeError:  # bytes of a command line
-        raise UserError(f"{what} is not valid UTF-8") from None
-    return np.concatenate(ids)
+    # A run of 4,096 characters, which is too long for tiktoken's patterns, has one of these places.
+    long = any(LONG_RUN.match(text, i) for i in range(0, len(text), 2048))
+    parts = LONG_RUN.split(text) if long else [text]
+    return np.concatenate([tokenizer.encode_to_numpy(p, disallowed_special=()) for p in parts])
 
 
 def start_token(tokenizer: tiktoken.Encoding) -> int:

@@ -33,7 +33,7 @@ from gptling.corpus import (
     validation_bytes,
     write_token_files,
 )
-from gptling.tokenizers import END_OF_TEXT, build_tokenizer, cut_runs, encode, load_tokenizer
+from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
 from tests.conftest import ROOT, TEXT, one_line, output_of, run_here
@@ -267,9 +267,6 @@ def test_a_long_text_is_read_bit_by_bit(here):
 def test_a_long_run_is_a_text_like_any_other(here, run):
     """tiktoken's patterns overflow on a million spaces."""
     text = TEXT + "end" + run * (1_100_000 // len(run)) + "end " + TEXT
-    parts = cut_runs(text)
-    assert "".join(parts) == text and parts[1:-1] == [parts[1]] * (1_100_000 // 4096 - 1)
-    assert len(cut_runs(run * (4096 // len(run)))) == 1
     tokenizer = build_tokenizer("bpe", [TEXT], 300)
     assert tokenizer.decode(encode(tokenizer, text).tolist()) == text
 
