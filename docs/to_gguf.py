@@ -29,7 +29,8 @@ def main():
     model = load_model(GPT, source)
     weights = {name: tensor.numpy() for name, tensor in with_zero_biases(model).items()}
     tokenizer = json.loads(tokenizer_to_json(load_tokenizer(source)))
-    vocab = tokenizer["model"]["vocab"]
+    special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    vocab = {t: id for t, id in tokenizer["model"]["vocab"].items() if t not in special}
     merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
     if not merges:  # char puts a character together byte by byte; byte needs none, llama.cpp one
         merges = [f"{t[:i]} {t[i]}" for t in vocab for i in range(1, len(t))]
@@ -38,8 +39,7 @@ def main():
     split = next((name for part, name in SPLITS.items() if part in pattern), None)
     if split is None:
         raise UserError(f"{source}: llama.cpp has no pattern like {pattern}")
-    names = {id: token for token, id in vocab.items()}
-    names |= {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    names = {id: token for token, id in (vocab | special).items()}
     wte = weights["wte.weight"][: max(names) + 1]  # without what pads the vocabulary
     if END_OF_TEXT not in names.values():  # llama.cpp would end at token 11
         names[len(wte)] = END_OF_TEXT

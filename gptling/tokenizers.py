@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gptling.files import UserError
 
@@ -116,11 +116,14 @@ def draw_sample(texts: Iterable[str], size: int) -> tuple[list[str], int]:
     return sample, n_bytes
 
 
+def _pre_tokenizer(pattern):
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+
+
 def _train_bpe(texts, vocab_size):
     bpe = Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(BPE_PATTERN), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    bpe.pre_tokenizer = _pre_tokenizer(BPE_PATTERN)
     options = dict(initial_alphabet=LETTERS, show_progress=False)
     bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size - 1, **options))
     bpe.add_special_tokens([END_OF_TEXT])
@@ -182,29 +185,19 @@ def bytes_per_token(tokenizer: tiktoken.Encoding) -> np.ndarray:
 
 def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
     """The text of a tokenizer.json for Hugging Face's tokenizers and for load_tokenizer."""
-    ranks = tokenizer._mergeable_ranks
+    ranks, special = tokenizer._mergeable_ranks, tokenizer._special_tokens
     letters = {token: token.decode("latin-1").translate(BYTE_TO_LETTER) for token in ranks}
-    tokens = sorted(ranks, key=ranks.get)
-    # tiktoken merges any two tokens that together are a third one, the lowest id first.
-    splits = ((token[:i], token[i:]) for token in tokens for i in range(1, len(token)))
+    # tiktoken merges any two tokens that together are a third one, the lowest id first. A piece of
+    # text that is a token is that token: ignore_merges.
+    splits = ((t[:i], t[i:]) for t in sorted(ranks, key=ranks.get) for i in range(1, len(t)))
+    merges = [(letters[a], letters[b]) for a, b in splits if a in ranks and b in ranks]
+    vocab = {letters[token]: rank for token, rank in ranks.items()} | special
+    stored = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     # Hugging Face's engine would repeat {1,3}+, which is possessive for tiktoken: nothing follows.
-    regex = re.sub(r"(\{\d+,\d+\})\+", r"\1", tokenizer._pat_str)
-    split = dict(type="Split", pattern={"Regex": regex}, behavior="Isolated", invert=False)
-    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    plain = dict(special=True, single_word=False, lstrip=False, rstrip=False, normalized=False)
-    special = tokenizer._special_tokens.items()
-    content = {
-        "added_tokens": [{"id": id, "content": content} | plain for content, id in special],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "ignore_merges": True,  # as in tiktoken: a piece of text that is a token is that token
-            "vocab": {letters[token]: rank for token, rank in ranks.items()},
-            "merges": [[letters[a], letters[b]] for a, b in splits if a in ranks and b in ranks],
-        },
-    }
-    return json.dumps(content, ensure_ascii=False)
+    stored.pre_tokenizer = _pre_tokenizer(re.sub(r"(\{\d+,\d+\})\+", r"\1", tokenizer._pat_str))
+    stored.decoder = decoders.ByteLevel()
+    stored.add_special_tokens([*special])
+    return stored.to_str()
 
 
 def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
