@@ -35,41 +35,39 @@ GPT2 |= {"add_cross_attention": False, "tie_word_embeddings": True}
 END_OF_TEXT = "<|endoftext|>"
 
 
-def gpt2_shapes(config) -> dict[str, tuple[int, ...]]:
-    """The tensors of a GPT-2 of these sizes in the published layout, {name: shape}."""
-    C = config.n_embd
-    block = {"ln_1": (C,), "attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C)}
-    block |= {"ln_2": (C,), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
-    layers = {f"h.{i}.{n}": block[n] for i in range(config.n_layer) for n in block} | {"ln_f": (C,)}
-    shapes = {"wte.weight": (config.vocab_size, C), "wpe.weight": (config.block_size, C)}
-    shapes |= {f"{name}.weight": shape for name, shape in layers.items()}
-    return shapes | {f"{name}.bias": shape[-1:] for name, shape in layers.items()}
-
-
 def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx, last_only=False) -> torch.Tensor:
     """Logits (B, T, V), or (B, 1, V) after the last of the ids, of the GPT-2 with these published
     tensors (Radford et al. 2019). Raises ValueError if a GPT-2 of its sizes has other tensors."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if other := shapes.items() ^ gpt2_shapes(config).items():
-        raise ValueError(f"{min(other)[0]} is not as in a GPT-2")
+    tensors, C = dict(tensors), config.n_embd
 
-    def linear(x, name):
-        return x @ tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+    def take(name, *shape):
+        tensor = tensors.pop(name, None)
+        if tensor is None or tensor.shape != shape:
+            raise ValueError(f"{name} is not as in a GPT-2")
+        return tensor
+
+    def linear(x, name, width):
+        return x @ take(f"{name}.weight", x.size(-1), width) + take(f"{name}.bias", width)
 
     def norm(x, name):
-        return F.layer_norm(x, x.shape[-1:], tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+        return F.layer_norm(x, (C,), take(f"{name}.weight", C), take(f"{name}.bias", C))
 
     def heads(x):
         return x.unflatten(-1, (config.n_head, -1)).transpose(1, 2)  # (B, nh, T, hs)
 
-    x = tensors["wte.weight"][idx] + tensors["wpe.weight"][: idx.size(1)]  # (B, T, C)
+    wte = take("wte.weight", config.vocab_size, C)
+    x = wte[idx] + take("wpe.weight", config.block_size, C)[: idx.size(1)]  # (B, T, C)
     for h in [f"h.{i}" for i in range(config.n_layer)]:
-        q, k, v = map(heads, linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").chunk(3, dim=-1))
+        qkv = linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn", 3 * C)
+        q, k, v = map(heads, qkv.chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + linear(y, f"{h}.attn.c_proj")
-        y = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh")
-        x = x + linear(y, f"{h}.mlp.c_proj")
-    return norm(x[:, -1:] if last_only else x, "ln_f") @ tensors["wte.weight"].T
+        x = x + linear(y, f"{h}.attn.c_proj", C)
+        y = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc", 4 * C), approximate="tanh")
+        x = x + linear(y, f"{h}.mlp.c_proj", C)
+    logits = norm(x[:, -1:] if last_only else x, "ln_f") @ wte.T
+    if tensors:
+        raise ValueError(f"a GPT-2 has no {min(tensors)}")
+    return logits
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -81,9 +79,10 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def with_zero_biases(model: nn.Module) -> dict[str, torch.Tensor]:
     """Published tensors, and zeros for the biases that a GPT-2 has and the model lacks."""
-    shapes, like = gpt2_shapes(model.config), next(model.parameters())
-    zeros = {name: like.new_zeros(shape) for name, shape in shapes.items() if name[-4:] == "bias"}
-    return zeros | published_tensors(model)
+    tensors = published_tensors(model)
+    weights = [name for name in tensors if name.endswith(".weight") and name[:2] in ("h.", "ln")]
+    names = {f"{name.removesuffix('weight')}bias": tensors[name] for name in weights}
+    return {name: t.new_zeros(t.size(-1)) for name, t in names.items()} | tensors
 
 
 @contextlib.contextmanager

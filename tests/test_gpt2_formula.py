@@ -4,7 +4,7 @@ that mark are skipped if model.py and the formula differ, so a fault in either w
 import pytest
 import torch
 
-from gptling.gpt2_format import gpt2_logits, gpt2_shapes, save, why_not_gpt2
+from gptling.gpt2_format import gpt2_logits, save, why_not_gpt2
 from model import GPT, GPTConfig
 
 transformers = pytest.importorskip(
@@ -24,10 +24,9 @@ def theirs():
 
 
 @torch.no_grad()
-def test_the_formula_and_its_shapes_are_those_of_transformers(theirs):
+def test_the_formula_is_that_of_transformers(theirs):
     idx, config = torch.randint(28, (3, 11)), GPTConfig(block_size=16, **SIZES)
     tensors, logits = theirs.transformer.state_dict(), theirs(idx).logits
-    assert {n: tuple(tensor.shape) for n, tensor in tensors.items()} == gpt2_shapes(config)
     ours = gpt2_logits(tensors, config, idx)
     torch.testing.assert_close(ours, logits, rtol=0, atol=1e-5)
     last = gpt2_logits(tensors, config, idx, last_only=True)
