@@ -1,6 +1,5 @@
 """Models by name: a checkpoint, a run, or a GPT-2 of the hub."""
 
-import math
 import os
 import re
 from dataclasses import fields
@@ -11,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 
 from gptling import gpt2_format
-from gptling.cli import optional_package
 from gptling.files import UserError, read_json
 from gptling.run import best_checkpoint, list_checkpoints, read_metrics
 
@@ -23,8 +21,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
     """The checkpoint that `path` names: a checkpoint, a run, or a GPT-2 of the hub. Without a path
     it is the newest run under out/. A run means its checkpoint with the lowest validation loss, or
     its newest one if it was stopped after its last evaluation. Raises UserError."""
-    runs = [run for run in Path("out").glob("*") if list_checkpoints(run)]
-    runs.sort(key=os.path.getmtime)
+    runs = sorted(filter(list_checkpoints, Path("out").glob("*")), key=os.path.getmtime)
     if not (path or runs):
         raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
     path = Path(path or runs[-1]).expanduser()
@@ -41,17 +38,17 @@ def find_checkpoint(path: str | Path = "") -> Path:
 
 def download(name: str) -> Path:
     """The directory of the hub's model of that name, downloaded if need be. Raises UserError."""
-    hint = f"put {', '.join(FILES)} of https://huggingface.co/{name} into a directory {name}"
-    hub = optional_package("huggingface_hub", f"huggingface_hub, or {hint}")
+    from huggingface_hub import snapshot_download  # tokenizers requires it
+
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=FILES))
+        return Path(snapshot_download(name, allow_patterns=FILES))
     except OSError as error:  # no network, or no such files
+        hint = f"put {', '.join(FILES)} of https://huggingface.co/{name} into a directory {name}"
         raise UserError(f"{name}: cannot be downloaded ({type(error).__name__}); {hint}") from None
 
 
 def load_model(model_class: type, path: str | Path = "", allow_changed=False, **changes):
-    """Load the model that find_checkpoint finds, as gpt2_format.load does. Raises UserError for a
-    file that is missing or damaged, and for a model that model.py does not compute."""
+    """Load the model that find_checkpoint finds, as gpt2_format.load does. Raises UserError."""
     path = find_checkpoint(path)
     stored = gpt2_format.stored_sizes(model_class, read_json(path / "config.json"))
     if not (path / "model.safetensors").is_file():
@@ -74,13 +71,12 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
     not change a checkpoint's logits, such as dropout or the weight of a term of the loss."""
     sizes = {field.name: getattr(config, field.name) for field in fields(model_class.config_class)}
     if source is None:
-        multiple = config.vocab_multiple
-        sizes["vocab_size"] = math.ceil(data.tokenizer.n_vocab / multiple) * multiple
+        n_tokens, multiple = data.tokenizer.n_vocab, config.vocab_multiple
+        sizes["vocab_size"] = n_tokens + -n_tokens % multiple
         try:
-            model_config = model_class.config_class(**sizes)
-        except ValueError as error:  # its checks
+            model = model_class(model_class.config_class(**sizes))
+        except ValueError as error:  # sizes that do not go together
             raise UserError(str(error)) from None
-        model = model_class(model_config)
     else:
         data.check_tokenizer(source, config.vocab_size)
         del sizes["block_size"]
@@ -91,15 +87,15 @@ def build_model(model_class: type, config: Any, data, source: Path | None):
 
 def print_uninitialised(model: torch.nn.Module, optimizers: list):
     """Print which parameters init_weights does not draw, and which optimizer updates each."""
-    groups = {p: (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
-    named, found = dict(model.named_parameters()), {}
-    for name in model.uninitialised:
-        optimizer, group = groups.get(named[name], (None, {}))
-        who = f"{type(optimizer).__name__}, weight decay {group.get('weight_decay', 0):g}"
-        found[re.sub(r"\.\d+\.", ".*.", name)] = who if optimizer else "no optimizer"
+    trained_by, named = {}, dict(model.named_parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            who = f"{type(optimizer).__name__}, weight decay {group.get('weight_decay', 0):g}"
+            trained_by |= dict.fromkeys(group["params"], who)
+    found = {re.sub(r"\.\d+\.", ".*.", name): named[name] for name in model.uninitialised}
     if found:
-        parameters = ", ".join(f"{name} ({who})" for name, who in found.items())
-        print(f"not drawn by init_weights: {parameters}")
+        who = [f"{name} ({trained_by.get(p, 'no optimizer')})" for name, p in found.items()]
+        print("not drawn by init_weights:", ", ".join(who))
 
 
 def take_sizes(config: Any, given: dict, model_class: type, source: Path) -> int:
