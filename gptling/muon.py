@@ -4,7 +4,6 @@ Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gra
 """
 
 import math
-from typing import Any
 
 import torch
 
@@ -81,10 +80,11 @@ def orthogonalise(x: torch.Tensor, steps: int = 5, exact: bool = False) -> torch
     return x.mT if tall else x
 
 
-def shard(value: Any, like: torch.Tensor) -> Any:
-    """A tensor sharded as another of its shape is; what has no such shape as it is."""
-    if not hasattr(like, "device_mesh") or getattr(value, "shape", None) != like.shape:
-        return value
+def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The tensor on the device of another one, and sharded as that is if it has its shape."""
+    tensor = tensor.to(like.device)
+    if not hasattr(like, "device_mesh") or tensor.shape != like.shape:
+        return tensor
     from torch.distributed.tensor import distribute_tensor  # slow to import
 
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    return distribute_tensor(tensor, like.device_mesh, like.placements)

@@ -1,20 +1,20 @@
 """A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
-import copy
+import dataclasses
 import hashlib
 import inspect
 import json
 import math
 import re
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from gptling.files import UserError, lock_directory, read_json, replace, sync
 from gptling.gpt2_format import save
@@ -83,22 +83,19 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
     """Return a run's saved configuration with the flags that were given. Print changes and unknown
     settings. Raises UserError for a flag that would make it a different run."""
-    names = {field.name for field in fields(config)} - START_FLAGS
-    changes = {k: v for k, v in given.items() if k in names and v != saved.get(k)}
+    names = {field.name for field in dataclasses.fields(config)} - START_FLAGS
     for name in sorted(saved.keys() - names - START_FLAGS):
         print(f"{name}: {saved[name]} in the run, unknown to this code")
-    step = ("batch_size", "gradient_accumulation_steps")
+    changes = {k: v for k, v in given.items() if k in names and v != saved.get(k)}
+    step = {"batch_size", "gradient_accumulation_steps"}
     before, now = (math.prod(c[name] for name in step) for c in (saved, saved | changes))
-    if before != now:
-        found = f"--batch_size times --gradient_accumulation_steps is {now}: the run has {before}"
-        raise UserError(f"{found}; leave both out, or give another --out_dir")
+    refused = fixed if before == now else fixed | step  # a step has the same number of sequences
     for name, value in changes.items():
-        if name in fixed:
-            found = f"--{name}={value}: the run has {saved.get(name)}"
-            raise UserError(f"{found}; leave the flag out, or give another --out_dir")
+        if name in refused:
+            raise UserError(f"--{name}={value}: the run has {saved[name]}; give another --out_dir")
         print(f"{name}: {saved.get(name, 'not set')} -> {value}")
     kept = {name: saved[name] for name in names & saved.keys()}
-    return type(config)(**{k: getattr(config, k) for k in START_FLAGS} | kept | changes)
+    return dataclasses.replace(config, **kept | changes)
 
 
 class RunDirectory:
@@ -137,19 +134,13 @@ class RunDirectory:
         self.settings = [settings_of(optimizer) for optimizer in optimizers]
         if not state:
             return
-        changed = [name for name in self.code if self.code[name] != state["code"].get(name)]
-        if changed:
+        if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
             print(f"changed since that checkpoint: {', '.join(changed)}")
-        saved = zip(
-            state["code"]["optimizers"], state["optimizers"], state["settings"], strict=False
-        )
-        for optimizer, (name, its_state, settings) in zip(optimizers, saved, strict=False):
+        saved = state["code"]["optimizers"], state["optimizers"], state["settings"]
+        for optimizer, name, its_state, settings in zip(optimizers, *saved, strict=False):
             if name == type(optimizer).__name__:
-                load_state(optimizer, model, its_state)
-                for group, first, last in zip(optimizer.param_groups, *settings, strict=False):
-                    # What training has changed comes back, unless a flag changes it now.
-                    group |= {k: v for k, v in last.items() if group.get(k) == first.get(k)}
-        if scaler.is_enabled() and state["scaler"]:  # empty if the dtype was another
+                load_state(optimizer, model, its_state, *settings)
+        if state["scaler"]:  # empty if the dtype was another
             scaler.load_state_dict(state["scaler"])
 
     def start(self, config: Any, step: int):
@@ -163,7 +154,6 @@ class RunDirectory:
             old = self.path.with_name(f"{self.path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             self.path.rename(old)  # with the lock in it
-            self.lock.release()
             self.path.mkdir()
             self.lock = lock_directory(self.path)
             print(f"the run that was in {self.path} is now in {old}")
@@ -218,30 +208,26 @@ def as_preset(config: Any) -> str:
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
     """Return the numbers of its groups, such as the learning rate."""
-    groups = optimizer.param_groups
-    return [copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in groups]
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
 def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
     """Return {name of a parameter: its state}, unsharded, on the CPU. All processes call it."""
 
-    def whole(value):
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return value.cpu() if isinstance(value, torch.Tensor) else value
+    def whole(tensor):
+        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {names[p]: tree_map(whole, state) for p, state in optimizer.state.items()}
+    states = {n: optimizer.state[p] for n, p in model.named_parameters() if p in optimizer.state}
+    return tree_map_only(torch.Tensor, whole, states)
 
 
-def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: dict[str, dict]):
+def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state, first, last):
     """Load what full_state returned, sharded like the parameters, each number in its own dtype:
-    Optimizer.load_state_dict would cast it. A parameter without a saved state starts without."""
-
-    def place(value, parameter):
-        tensor = isinstance(value, torch.Tensor)
-        return shard(value, parameter).to(parameter.device) if tensor else value
-
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        if names[p] in state:
-            optimizer.state[p] = tree_map(partial(place, parameter=p), state[names[p]])
+    Optimizer.load_state_dict would cast it. Settings that training had changed from `first` to
+    `last` come back, unless a flag changes them now."""
+    for name, parameter in model.named_parameters():
+        if name in state:
+            place = partial(shard, like=parameter)
+            optimizer.state[parameter] = tree_map_only(torch.Tensor, place, state[name])
+    for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
+        group |= {k: v for k, v in after.items() if group.get(k) == before.get(k)}

@@ -292,7 +292,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
 )
 def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
     saved = asdict(small())
-    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; leave"):
+    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; give"):
         resumed_config(small(), saved, {flag: value}, FIXED)
 
 
@@ -311,7 +311,7 @@ def test_a_step_may_be_cut_into_other_micro_batches(batch_size, steps, allowed, 
     saved = asdict(small(batch_size=32, gradient_accumulation_steps=1))
     given = {"batch_size": batch_size, "gradient_accumulation_steps": steps}
     if not allowed:
-        with pytest.raises(UserError, match=r"is 64: the run has 32; leave both out"):
+        with pytest.raises(UserError, match=r"accumulation_steps=2: the run has 1; give"):
             resumed_config(small(), saved, given, FIXED)
         return
     assert resumed_config(small(), saved, given, FIXED) == replace(small(), **given)
