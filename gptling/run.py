@@ -70,9 +70,8 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, EOFError, LookupError, RuntimeError, UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
         hint = "delete the folder to resume from the checkpoint before it"
-        raise UserError(f"{file} cannot be read ({reason}): {hint}") from None
+        raise UserError(f"{file} cannot be read ({type(error).__name__}): {hint}") from None
     if state["format"] != FORMAT:
         found = f"{checkpoint} has format {state['format']}, not {FORMAT}"
         raise UserError(f"{found}: begin another run from it, with --init_from={checkpoint}")
@@ -103,7 +102,6 @@ class RunDirectory:
 
     def __init__(self, path: Path, processes):
         self.path, self.processes, self.lock = path, processes, None
-        self.last_reason = ""  # why its checkpoints are no GPT-2s
 
     def resume_or_begin(self, config: Any, given: dict, fixed: set[str]):
         """Return (configuration, checkpoint, training state) of the run to resume, or
@@ -131,7 +129,7 @@ class RunDirectory:
         files = [Path(inspect.getfile(type(settings))) for settings in (config, model.config)]
         self.code = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
         self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
-        self.settings = [settings_of(optimizer) for optimizer in optimizers]
+        self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         if not state:
             return
         if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
@@ -163,7 +161,11 @@ class RunDirectory:
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
         kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
         replace(log, b"".join(kept))
-        replace(self.path / "config.toml", as_preset(config).encode())
+        text = "# A preset: the settings of this run at its last start.\n"
+        for name, value in asdict(config).items():
+            if name not in START_FLAGS and value is not None:  # TOML's strings are JSON's
+                text += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
+        replace(self.path / "config.toml", text.encode())
 
     def save(self, metrics, model, full_model, optimizers, scaler, progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
@@ -173,7 +175,7 @@ class RunDirectory:
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "code": self.code, "scaler": scaler.state_dict()}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
-        now = map(settings_of, optimizers)
+        now = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
         if not self.processes.is_main:
             return
@@ -190,25 +192,12 @@ class RunDirectory:
             sync(self.path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        if reason and not self.last_reason:
+        if reason and len(list_checkpoints(self.path)) == 1:  # said once
             print(f"checkpoints are for this model.py alone (model_type gptling): {reason}")
-        self.last_reason = reason
         best = best_checkpoint(self.path)
         for path in set(list_checkpoints(self.path)[: -config.keep_last]) - {best}:
             # Hidden first: a crash leaves no half of a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")))
-
-
-def as_preset(config: Any) -> str:
-    """Return a run's settings as TOML, whose strings and numbers are written like JSON's."""
-    kept = {k: v for k, v in asdict(config).items() if k not in START_FLAGS and v is not None}
-    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in kept.items()]
-    return "\n".join(["# A preset: the settings of this run at its last start.", *lines, ""])
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Return the numbers of its groups, such as the learning rate."""
-    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
 
 def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
@@ -230,4 +219,5 @@ def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state, 
             place = partial(shard, like=parameter)
             optimizer.state[parameter] = tree_map_only(torch.Tensor, place, state[name])
     for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
-        group |= {k: v for k, v in after.items() if group.get(k) == before.get(k)}
+        changes = {k: v for k, v in after.items() if v != before.get(k)}
+        group |= {k: v for k, v in changes.items() if group.get(k) == before.get(k)}
