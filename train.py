@@ -40,7 +40,7 @@ from gptling.muon import Muon
 from gptling.plan import STARTED, choose_rates, eval_part, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, print_uninitialised, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
-from gptling.report import Report, print_evaluation, print_header, sample_lines
+from gptling.report import Report, print_evaluation, sample_lines
 from gptling.run import Progress, RunDirectory
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
@@ -247,8 +247,8 @@ def main():
         print(f"the learning rate jumps from {then:.3g} to {now:.3g} at step {progress.step}")
     batches = data.batches(config, range(progress.step, config.max_iters), processes)
     run_directory.start(config, progress.step)
-    print_header(config, processes, progress, model, data, dtype)
     report = Report(config, processes, progress, model)
+    report.header(model, data, dtype)
 
     def save(metrics):  # called by all processes: each gives its shards, the first one writes
         progress.seconds = report.seconds()
@@ -290,9 +290,9 @@ def main():
 
         done = step + 1
         evaluate_now = done % config.eval_interval == 0 or done == config.max_iters
-        report_now = report.due(done)
+        report_now = evaluate_now or report.due(done)
         stopped = signals.received()
-        if device == "cpu" or report_now or evaluate_now or stopped:
+        if device == "cpu" or report_now or stopped:
             check_finite("the loss", losses["loss"].item(), done, config)  # which waits for a GPU
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
         overflow = scaler.is_enabled() and not math.isfinite(norm)
@@ -308,22 +308,21 @@ def main():
         if report_now:
             report.training(done, losses, norm, optimizers)
         if evaluate_now:
-            with report.paused():
-                train_loss = float(progress.loss_sum) / progress.loss_steps
-                metrics = {"step": done, "train_loss": train_loss}
-                progress.loss_sum, progress.loss_steps = 0.0, 0
-                with autocast:
+            train_loss = float(progress.loss_sum) / progress.loss_steps
+            metrics = {"step": done, "train_loss": train_loss}
+            progress.loss_sum, progress.loss_steps = 0.0, 0
+            with autocast:
+                metrics |= evaluate(parallel, data, config, processes)
+                comparable = metrics["val_loss"]  # over the same tokens each time
+                if done == config.max_iters and config.eval_tokens is None:
+                    data.validate_on(0)
                     metrics |= evaluate(parallel, data, config, processes)
-                    comparable = metrics["val_loss"]  # over the same tokens each time
-                    if done == config.max_iters and config.eval_tokens is None:
-                        data.validate_on(0)
-                        metrics |= evaluate(parallel, data, config, processes)
-                        metrics["comparable_loss"] = comparable
-                check_finite("a loss", metrics["train_loss"] + metrics["val_loss"], done, config)
-                progress.best = min(progress.best, comparable)
-                report.evaluation(metrics, best=comparable == progress.best)
-                save(metrics)  # before a changed model's generate can fail
-                report.sample(sample_lines(model, data, config.seed + done, processes))
+                    metrics["comparable_loss"] = comparable
+            check_finite("a loss", metrics["train_loss"] + metrics["val_loss"], done, config)
+            progress.best = min(progress.best, comparable)
+            report.evaluation(metrics, best=comparable == progress.best)
+            save(metrics)  # before a changed model's generate can fail
+            report.sample(sample_lines(model, data, config.seed + done, processes))
         if stopped:
             if not evaluate_now:
                 save({"step": done})

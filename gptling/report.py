@@ -1,14 +1,11 @@
 """The report of a training: log.jsonl, lines or a bar, loss.png, TensorBoard, Weights & Biases."""
 
-import dataclasses
-import io
 import json
 import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +15,6 @@ from tqdm import tqdm
 
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
-from gptling.files import replace
 from gptling.run import best_checkpoint, read_metrics
 
 SECONDS_BETWEEN_LINES = 10
@@ -62,41 +58,32 @@ def draw_curves(out_dir: Path):
     axes.set(title=title, xlabel="step", ylabel="loss in nats per token")
     axes.set_ylim(top=1.1 * val[0][1])  # the fall from ln(vocabulary) would press the rest flat
     axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    replace(out_dir / "loss.png", picture.getvalue())
+    figure.savefig(out_dir / "loss.png")
 
 
 def open_loggers(config, step: int) -> dict[str, Callable]:
-    """Return {name: function}, each of which shows an entry of the log elsewhere. The last entry is
-    empty. Packages are imported with the first entry. step: the run's, at its start."""
+    """Return {name: function}, each of which shows an entry of the log elsewhere. The first entry
+    imports its package, the last one is empty. step: the run's, at its start."""
     out_dir = Path(config.out_dir)
 
     @cache
-    def open_tensorboard():
+    def tensorboard_writer():
         from torch.utils.tensorboard import SummaryWriter
 
         # What an earlier session wrote after `step` is hidden.
         return SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
 
     def log_to_tensorboard(entry):
-        writer = open_tensorboard()
-        for name, value in entry.items():
-            if name == "sample":
-                writer.add_text(name, value.replace("\n", "\n\n"), entry["step"])
-            elif name not in ("step", "parameters"):
-                writer.add_scalar(name, value, entry["step"])
-        writer.flush()
-
-    @cache
-    def open_wandb():
-        import wandb
-
-        options = {"project": "gptling", "config": dataclasses.asdict(config)}
-        return wandb.init(name=out_dir.name, dir=out_dir, **options)
+        for name in entry.keys() - {"step", "parameters"}:
+            tensorboard_writer().add_scalar(name, entry[name], entry["step"])
+        tensorboard_writer().flush()
 
     def log_to_wandb(entry):
-        open_wandb().log(entry, step=entry["step"]) if entry else open_wandb().finish()
+        import wandb
+
+        options = {"project": "gptling", "name": out_dir.name, "dir": out_dir}
+        run = wandb.run or wandb.init(config=vars(config), **options)
+        run.log(entry, step=entry["step"]) if entry else run.finish()
 
     curves = {"tensorboard": log_to_tensorboard}
     curves["matplotlib"] = lambda entry: "val_loss" in entry and draw_curves(out_dir)
@@ -104,34 +91,12 @@ def open_loggers(config, step: int) -> dict[str, Callable]:
     return loggers | ({"wandb": log_to_wandb} if config.wandb else {})
 
 
-def print_header(config, processes, progress, model, data, dtype: str):
-    """Print what is trained, on what, and for how long. dtype: of matmuls."""
-    n = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    size = f"{trained:,} of {n:,} parameters are trained" if trained < n else f"{n:,} parameters"
-    shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
-    tokens = tokens_per_step(vars(config))
-    epochs = config.max_iters * tokens / data.n_tokens
-    part = f", {data.val_targets:,} at a time" * (data.val_targets < len(data.val) - 1)
-    several = f", {processes.world_size} processes" * (processes.world_size > 1)
-    resumed = f", from step {progress.step}" * (progress.step > 0)
-    print(
-        f"data:  {data.n_tokens:,} tokens to train on, {len(data.val):,} to validate on{part}\n"
-        f"model: {size}, {shape}, context {config.block_size}\n"
-        f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs), "
-        f"saved in {config.out_dir}\n"
-        f"       {processes.device}, {dtype}{several}{resumed}\n",
-        flush=True,
-    )
-
-
 class Report:
-    """The log, the lines and the curves of a run that continues from `progress`. The first of
-    several processes writes them."""
+    """The log, the lines and the curves of a run. The first of several processes writes them."""
 
     def __init__(self, config, processes, progress, model):
         self.config, self.processes, self.progress = config, processes, progress
-        self.out_dir, self.step = Path(config.out_dir), progress.step
+        self.step = progress.step  # of the last report
         self.n_parameters = sum(p.numel() for p in model.parameters())
         self.tokens_per_step = tokens_per_step(vars(config))
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
@@ -139,33 +104,33 @@ class Report:
         self.run_start = self.last_time - progress.seconds
         self.line_time, self.fastest, self.warned = -math.inf, math.inf, False
         self.loggers = open_loggers(config, self.step) if processes.is_main else {}
-        self.plain = not sys.stderr.isatty()  # lines instead of a bar
         bar = {"total": config.max_iters, "initial": self.step, "unit": "step", "leave": False}
-        self.bar = tqdm(**bar, disable=self.plain or not processes.is_main)
+        # None: there is a bar on a terminal, and there are lines elsewhere.
+        self.bar = tqdm(**bar, disable=None if processes.is_main else True)
+
+    def header(self, model, data, dtype: str):
+        """Print what is trained, on what, and for how long. dtype: of matmuls."""
+        config, n = self.config, self.n_parameters
+        part = f", {data.val_targets:,} at a time" * (data.val_targets < len(data.val) - 1)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        some = f"{trained:,} of {n:,} parameters are trained"
+        size = some if trained < n else f"{n:,} parameters"
+        shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
+        tokens = self.tokens_per_step
+        epochs = config.max_iters * tokens / data.n_tokens
+        several = f", {self.processes.world_size} processes" * (self.processes.world_size > 1)
+        resumed = f", from step {self.step}" * (self.step > 0)
+        self.say(
+            f"data:  {data.n_tokens:,} tokens to train on, {len(data.val):,} to validate on{part}\n"
+            f"model: {size}, {shape}, context {config.block_size}\n"
+            f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs), "
+            f"saved in {config.out_dir}\n"
+            f"       {self.processes.device}, {dtype}{several}{resumed}\n"
+        )
 
     def seconds(self) -> float:
         """Seconds of the run so far, of earlier sessions up to their last checkpoint."""
         return time.perf_counter() - self.run_start
-
-    def log(self, **entry) -> dict:
-        """Write and return a line of log.jsonl."""
-        entry["seconds"] = round(self.seconds(), 3)
-        if self.processes.is_main:
-            log_file = self.out_dir / "log.jsonl"
-            with log_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-        return entry
-
-    def show(self, entry: dict):
-        """Give an entry to the loggers. Nothing optional may end a run: one that fails, in whatever
-        way its package fails, is dropped."""
-        for name, logger in list(self.loggers.items()):
-            try:
-                logger(entry)
-            except Exception as error:
-                del self.loggers[name]
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self.say(f"the run continues without {name}: {reason}")
 
     def say(self, *columns: str):
         """Print a line, above the bar if there is one."""
@@ -176,6 +141,25 @@ class Report:
         last = str(self.config.max_iters)
         return f"step {step:>{len(last)}}/{last}"
 
+    def log(self, **entry) -> dict:
+        """Write and return a line of log.jsonl."""
+        entry["seconds"] = round(self.seconds(), 3)
+        if self.processes.is_main:
+            log_file = Path(self.config.out_dir) / "log.jsonl"
+            with log_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        return entry
+
+    def show(self, entry: dict):
+        """Give an entry to the loggers. One that fails, in whatever way, does not end the run."""
+        for name, logger in list(self.loggers.items()):
+            try:
+                logger(entry)
+            except Exception as error:
+                del self.loggers[name]
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self.say(f"the run continues without {name}: {reason}")
+
     def is_logged(self, step: int) -> bool:
         return step % self.config.log_interval == 0 or step == self.config.max_iters
 
@@ -185,29 +169,30 @@ class Report:
         return self.is_logged(step) or waited >= SECONDS_BETWEEN_LINES
 
     def training(self, step: int, losses: dict, norm: torch.Tensor, optimizers: list):
-        """Report the losses, norm and rates of a step, and the speed since the last call."""
+        """Report the losses, norm and rates of a step, and the speed since the last report."""
         now = time.perf_counter()
         elapsed, seconds = now - self.last_time, (now - self.last_time) / (step - self.step)
         self.last_time, self.step = now, step
         speed, steps_left = self.tokens_per_step / seconds, self.config.max_iters - step
-        losses = {name: float(loss) for name, loss in losses.items()}
+        numbers = {name: float(loss) for name, loss in losses.items()}
+        columns = [f"{name} {loss:.3f}" for name, loss in numbers.items()]
         rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-        numbers = {"norm": float(norm)} | dict(zip(("lr", "muon_lr"), rates, strict=False))
+        numbers |= {"norm": float(norm)} | dict(zip(("lr", "muon_lr"), rates, strict=False))
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
-        numbers |= {"overflows": self.progress.overflows} if self.progress.overflows else {}
-        columns = [f"{name} {loss:.3f}" for name, loss in losses.items()]
-        columns += [f"lr {numbers['lr']:.2e}", f"norm {numbers['norm']:.2f}"]
+        columns += [f"lr {rates[0]:.2e}", f"norm {numbers['norm']:.2f}"]
         columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
+        if self.progress.overflows:
+            numbers["overflows"] = self.progress.overflows
         one_gpu = speed / self.processes.world_size
         if mfu := flops_utilisation(one_gpu, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
-            columns.append(f"MFU {100 * mfu:.0f} %")
+            columns.append(f"MFU {mfu:.0%}")
         if self.is_logged(step):
-            self.show(self.log(step=step, **losses | numbers))
+            self.show(self.log(step=step, **numbers))
         self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(", ".join(columns))
         waited = now - self.line_time
-        if self.plain and (waited >= SECONDS_BETWEEN_LINES or steps_left == 0):
+        if self.bar.disable and (waited >= SECONDS_BETWEEN_LINES or steps_left == 0):
             self.say(self.label(step), *columns, f"{seconds * steps_left:,.0f} s left")
             self.line_time = now
         self.fastest = min(self.fastest, seconds)
@@ -217,24 +202,18 @@ class Report:
             self.warned = True
 
     def evaluation(self, metrics: dict[str, float], best: bool):
-        """Report the losses of an evaluation. The loggers get them later, with the sample."""
+        """Report an evaluation. The loggers get it with the sample, after its checkpoint."""
         self.entry = self.log(**metrics, parameters=self.n_parameters)
         losses = f"validation {metrics['val_loss']:.3f} nats per token"
         losses += f", {metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
         self.say(self.label(metrics["step"]), losses)
 
     def sample(self, lines: list[str]):
-        """Show lines of the model's text, which the log does not keep."""
-        self.show(self.entry | {"sample": "\n".join(lines)})
+        """Print lines of the model's text, and give the evaluation to the loggers."""
+        self.show(self.entry)
         for line in lines:
             self.say(" " * len(self.label(0)), line)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time spent inside does not count as the training's."""
-        start = time.perf_counter()
-        yield
-        self.last_time += time.perf_counter() - start
+        self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def close(self, stopped: bool, seconds: float):
         """Print the best loss and the next commands. seconds: since the program's start."""
@@ -248,18 +227,16 @@ class Report:
             print(f"\nStopped at step {self.progress.step}.")
             print(f"Next: {command} train.py --out_dir={out_dir} --resume")
             return
-        best, then = best_checkpoint(self.out_dir), f"python sample.py {out_dir} --interactive"
-        if self.config.dataset == "quickstart":
-            then = "python prepare.py my.txt && python train.py --dataset=my --minutes=5"
+        best = best_checkpoint(self.config.out_dir)
         loss = f"{read_metrics(best)['bits_per_byte']:.3f} bits per byte"
         print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
-        print(f"Next: python sample.py {out_dir}\n      {then}")
+        print(f"Next: python sample.py {out_dir}")
+        if self.config.dataset == "quickstart":
+            print("      python prepare.py my.txt && python train.py --dataset=my --minutes=5")
 
 
 def print_evaluation(name, data, val_loss: float, bits_per_byte: float, val_tokens: int):
     """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
-    print(
-        f"{val_loss:.4f} nats per token, perplexity {math.exp(val_loss):,.4f}, "
-        f"{bits_per_byte:.4f} bits per byte: {name}, "
-        f"over {val_tokens:,} tokens of {data.directory / 'val.npy'}"
-    )
+    losses = f"{val_loss:.4f} nats per token, perplexity {math.exp(val_loss):,.4f}"
+    tokens = f"{val_tokens:,} tokens of {data.directory / 'val.npy'}"
+    print(f"{losses}, {bits_per_byte:.4f} bits per byte: {name}, over {tokens}")
