@@ -1,7 +1,7 @@
 """Text to token ids.
 
     python prepare.py                            # the source of Python's standard library
-    python prepare.py shakespeare                # a named download, checked by its sha256
+    python prepare.py shakespeare                # a named download
     python prepare.py my.txt notes/ chat.jsonl.gz --tokenizer bpe --vocab_size 4096 --name mine
     python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT:train --tokenizer gpt2
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count, groupby
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
 import tiktoken
@@ -25,7 +24,6 @@ from gptling.files import UserError, sync
 from gptling.tokenizers import END_OF_TEXT, encode
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 CHUNK = 1 << 20  # characters of a text file that are read at once
 GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
@@ -40,16 +38,11 @@ NOT_TEXT += (".tar.gz", ".csv", ".tsv", ".xlsx", ".json")
 Source = Path | Iterable[dict]  # a file, or records
 
 
-class NotText(UserError):
-    """A file that is no text. One in a folder is left out."""
-
-
-def quick_start(field: str) -> list[Source]:
-    """The source of Python's standard library, or its language reference if there is none."""
+def quick_start() -> list[Path]:
+    """The source files of Python's standard library."""
     library = Path(sysconfig.get_path("stdlib"))
     files = [file.relative_to(library) for file in sorted(library.rglob("*.py"))]
-    chosen = [library / file for file in files if not NO_EXAMPLES.search(file.as_posix())]
-    return chosen or [[{field: text} for text in topics.values()]]
+    return [library / file for file in files if not NO_EXAMPLES.search(file.as_posix())]
 
 
 def find_sources(name: str, field: str) -> list[Source]:
@@ -59,12 +52,9 @@ def find_sources(name: str, field: str) -> list[Source]:
         repo, config, split = [*name.split(":")[1:], "", ""][:3]
         load_dataset = optional_package("datasets", "datasets").load_dataset
         rows = load_dataset(repo, config or None, split=split or "train", streaming=True)
-        return [rows.select_columns(field) if field in (rows.column_names or ()) else rows]
+        return [rows.select_columns(field)]
     if name == "shakespeare" and not path.exists():
-        content = urllib.request.urlopen(SHAKESPEARE, timeout=30).read()
-        if hashlib.sha256(content).hexdigest() != SHAKESPEARE_SHA256:
-            raise UserError(f"{SHAKESPEARE}: the sha256 is not {SHAKESPEARE_SHA256}")
-        return [[{field: content.decode()}]]
+        return [[{field: urllib.request.urlopen(SHAKESPEARE, timeout=30).read().decode()}]]
     return [*files_in(path, set())] if path.is_dir() else [path]
 
 
@@ -79,61 +69,53 @@ def files_in(folder: Path, seen: set[Path]) -> Iterator[Path]:
             yield from files_in(path, seen)
 
 
-def read_documents(source: Source, field: str, found: Counter) -> Iterator[Iterator[str]]:
+def read_documents(source: Source, field: str) -> Iterator[Iterator[str]]:
     """Yield each document of a source, in pieces with the same tokens as the whole. A document is a
-    file, the `field` of a record, or what a mark ends in them. found: the number of marks, and of
-    halves of characters that were replaced. Raises NotText, UserError."""
-    return (pieces for text, pieces in groupby(_read(source, field, found), bool) if text)
+    file, the `field` of a record, or what a mark ends in them. Raises UserError for a record
+    without text, ValueError for what is not text, and EOFError or BadGzipFile."""
+    return (document for text, document in groupby(_read(source, field), bool) if text)
 
 
-def _read(source, field, found):  # an empty piece ends a document
+def _read(source, field):  # pieces; an empty one ends a document
     name = source.name.lower() if isinstance(source, Path) else ""
     if name.endswith(NOT_TEXT):
-        raise NotText(f"{source} is not text: unpack it, or save it as .txt, .jsonl or .parquet")
-    try:
-        if not name:
-            yield from _records(source, field, "records", found)
-        elif name.endswith(".parquet"):
-            file = optional_package("pyarrow.parquet", "datasets").ParquetFile(source)
-            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(100))
-            yield from _records(rows, field, source, found)
-        else:  # text mode reads "\n" for every end of a line
-            opened = gzip.open if name.endswith(".gz") else open
-            with opened(source, "rt", encoding="utf-8-sig") as file:
-                if name.endswith((".jsonl", ".jsonl.gz")):
-                    yield from _records(file, field, source, found)
-                else:
-                    yield from _pieces(iter(lambda: file.read(CHUNK), ""), found)
-    except UnicodeDecodeError as error:
-        raise NotText(f"{source}: {error}: save the file as UTF-8") from None
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise UserError(f"{source} is damaged: {error}") from None
+        raise ValueError("unpack it, or save it as .txt, .jsonl or .parquet")
+    if not name:
+        yield from _records(source, field, "hf:")
+    elif name.endswith(".parquet"):
+        file = optional_package("pyarrow.parquet", "datasets").ParquetFile(source)
+        rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(100))
+        yield from _records(rows, field, source)
+    else:  # text mode reads "\n" for every end of a line
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(source, "rt", encoding="utf-8-sig") as file:
+            if name.endswith((".jsonl", ".jsonl.gz")):
+                yield from _records(file, field, source)
+            else:
+                yield from _pieces(iter(lambda: file.read(CHUNK), ""))
 
 
-def _records(records, field, name, found):  # dictionaries, or lines of JSON
+def _records(records, field, name):  # dictionaries, or lines of JSON
     for number, record in enumerate(records, 1):
         try:
             if isinstance(record, str):
                 record = json.loads(record) if record.strip() else {field: ""}
             text = (record[field] or "").replace("\r\n", "\n").replace("\r", "\n")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            fields = f"--field can be {', '.join(record)}; " if isinstance(record, dict) else ""
-            reason = f'no text in "{field}": {fields}{error!r}'
-            raise UserError(f"{name}: line {number}: {reason:.300}") from None
-        # JSON can have half of a pair of surrogates, which UTF-8 cannot.
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        found["halves"] += whole.count("\ufffd") - text.count("\ufffd")
-        yield from _pieces([whole], found)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            found = ", ".join(record) if isinstance(record, dict) else record
+            reason = f'no text in "{field}": --field can be another one of: {found!s:.200}'
+            raise UserError(f"{name}: line {number}: {reason}") from None
+        # JSON can have half of a pair of surrogates, which becomes U+FFFD.
+        yield from _pieces([text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")])
 
 
-def _pieces(chunks, found):
+def _pieces(chunks):
     text, mark = "", re.escape(END_OF_TEXT) + r"\n*+"
     for chunk in chain(chunks, [""]):
         more = r"(?!\Z)" if chunk else ""  # the next chunk may begin with more newlines
         *ended, text = re.split(mark + more, text + chunk)
         for document in ended:
             yield from (document, "")
-        found["marks"] += len(ended)
         if len(text) >= CHUNK:  # between a letter and white space no tokenizer has a token across
             cut = re.match(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*", text).end()
             yield text[:cut]
@@ -159,38 +141,42 @@ def validation_bytes(sizes: np.ndarray) -> np.ndarray:
     return held_out
 
 
+def measure(document: Iterable[str]) -> tuple[int, int, int]:
+    """The hash of a document, its size in bytes, and how many U+FFFD it has."""
+    key, size, n_replaced = 0, 0, 0
+    for text in document:
+        key = hash((key, text))
+        size += len(text.encode())
+        n_replaced += text.count("\ufffd")
+    return key, size, n_replaced
+
+
 class Corpus:
     """The documents of the named sources, equal ones once. notes: what was left out or replaced.
     count: characters, and bytes of "train" and "val", that texts() has given. Raises UserError if
     there is no text."""
 
     def __init__(self, names: Iterable[str], field: str = "text"):
-        self.field, self.sources, self.count, found = field, [], Counter(), Counter()
-        hashes, sizes, refused = array("q"), array("q"), []
-        given = [source for name in names for source in find_sources(name, field)]
-        for source in given if names else quick_start(field):
-            n = len(sizes)
-            try:
-                for pieces in read_documents(source, field, found):
-                    key, size = 0, 0
-                    for text in pieces:
-                        key = hash((key, text))
-                        size += len(text.encode())
-                    hashes.append(key)
-                    sizes.append(size)
-                self.sources.append(source)
-            except NotText:
-                if source in map(Path, names):
-                    raise
-                del hashes[n:], sizes[n:]
-                refused.append(source.name)
-        sizes, first = np.array(sizes), np.unique(np.array(hashes), return_index=True)[1]
-        first.sort()
+        self.field, self.sources, self.count = field, [], Counter()
+        measured, refused = array("q"), []
+        for sources in [find_sources(name, field) for name in names] or [quick_start()]:
+            for source in sources:
+                n = len(measured)
+                try:
+                    for document in read_documents(source, field):
+                        measured.extend(measure(document))
+                    self.sources.append(source)
+                except (ValueError, EOFError, gzip.BadGzipFile) as error:
+                    if len(sources) == 1:
+                        raise UserError(f"{source} is not text in UTF-8: {error}") from None
+                    del measured[n:]
+                    refused.append(source.name)
+        hashes, sizes, n_replaced = np.array(measured).reshape(-1, 3).T
+        first = np.sort(np.unique(hashes, return_index=True)[1])
         notes = {
             f"files left out as not text ({', '.join(refused[:5])})": len(refused),
             "repeated documents left out": len(sizes) - len(first),
-            f"documents ended by {END_OF_TEXT}": found["marks"],
-            "halves of characters replaced by U+FFFD": found["halves"],
+            "characters replaced by U+FFFD": n_replaced.sum(),
         }
         self.notes = [f"{what}: {n:,}" for what, n in notes.items() if n]
         self.n_documents = len(first)
@@ -202,10 +188,10 @@ class Corpus:
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield ("train" or "val", text). An empty text ends a document's part of a split."""
         self.count = Counter()
-        read = (read_documents(source, self.field, Counter()) for source in self.sources)
-        for limit, pieces in zip(self.n_train, chain.from_iterable(read), strict=True):
-            ends, rest = {}, int(limit)  # rest: bytes to train on from here
-            for text in pieces if limit >= 0 else ():
+        read = (read_documents(source, self.field) for source in self.sources)
+        for n_train, document in zip(self.n_train, chain.from_iterable(read), strict=True):
+            ends, rest = {}, n_train  # rest: bytes to train on from here
+            for text in document if n_train >= 0 else ():
                 raw = text.encode()
                 head = raw[: max(0, rest)].decode(errors="ignore")  # whole characters
                 rest -= len(raw)
@@ -220,17 +206,13 @@ class Corpus:
 
 def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]):
     """Yield (key, token ids) for each (key, text), in order, with a bounded amount of text in
-    memory. It uses threads, as tiktoken releases the interpreter's lock. Raises UserError for a
-    character that the tokenizer lacks."""
+    memory. tiktoken releases the interpreter's lock. Raises UserError as encode does."""
     local = threading.local()
 
     def start_thread():  # threads that share a tokenizer wait for each other
-        local.tokenizer = tiktoken.Encoding(
-            tokenizer.name,
-            pat_str=tokenizer._pat_str,
-            mergeable_ranks=tokenizer._mergeable_ranks,
-            special_tokens=tokenizer._special_tokens,
-        )
+        ranks, special = tokenizer._mergeable_ranks, tokenizer._special_tokens
+        options = dict(pat_str=tokenizer._pat_str, mergeable_ranks=ranks, special_tokens=special)
+        local.tokenizer = tiktoken.Encoding(tokenizer.name, **options)
 
     def encode_group(group):
         return [(key, encode(local.tokenizer, text)) for key, text in group]
@@ -246,8 +228,7 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]):
                 group, length = [], 0
                 if len(waiting) > 4 * threads:
                     yield from waiting.pop(0).result()
-        waiting.append(pool.submit(encode_group, group))
-        for future in waiting:
+        for future in [*waiting, pool.submit(encode_group, group)]:
             yield from future.result()
 
 
@@ -266,10 +247,10 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
         unsaved[split] = bytearray()
 
     for split, ids in encoded:
-        raw = np.array(ids if len(ids) else separator, dtype).tobytes()
-        unsaved[split] += raw
-        fingerprint.update(raw)
-        n_tokens[split] += len(raw) // dtype.itemsize
+        ids = np.array(ids if len(ids) else separator, dtype)
+        unsaved[split] += ids.tobytes()
+        n_tokens[split] += len(ids)
+        fingerprint.update(ids)
         if len(unsaved["train"]) >= TOKENS_PER_SHARD * dtype.itemsize:
             save("train", next(shards))
     if unsaved["train"]:

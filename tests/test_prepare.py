@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
@@ -98,7 +97,7 @@ def write_source(directory, kind):
         (directory / "b.jsonl").write_text(
             "".join(lines[:29]) + json.dumps({"text": texts[29] + END_OF_TEXT})
         )
-        return ("b.jsonl", "a.txt.gz"), ["documents ended by <|endoftext|>: 31"]
+        return ("b.jsonl", "a.txt.gz"), []
     pytest.importorskip("datasets", reason="Parquet files: pip install datasets")
     import pyarrow
     from pyarrow import parquet
@@ -138,14 +137,14 @@ def test_a_record_without_text_is_named(here, record):
     lines = [json.dumps({"text": "fine"}), "", record, json.dumps({"text": "never read"})]
     (here / "a.jsonl").write_text("\n".join(lines))
     error = one_line(run_here("prepare.py", "a.jsonl", cwd=here), "a.jsonl: line 3: ", '"text"')
-    assert "body" not in record or "--field can be id, body" in error
+    assert "body" not in record or ("--field" in error and "id, body" in error)
 
 
 def test_another_field_and_half_a_character_are_read(here, capsys):
     (here / "a.jsonl").write_text('{"body": "half \\ud83d, whole \\ud83d\\ude42 and more"}\n')
     data = prepare(PrepareConfig(("a.jsonl",), field="body", tokenizer="byte"))
     assert text_of(data, "train") + text_of(data, "val") == "half \ufffd, whole 🙂 and more"
-    assert "  halves of characters replaced by U+FFFD: 1\n" in capsys.readouterr().out
+    assert "  characters replaced by U+FFFD: 1\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_another_field_and_half_a_character_are_read(here, capsys):
         ("a.csv", ".jsonl or .parquet"),
         ("a.json", "save it as .txt, .jsonl"),
         ("utf16.txt", "UTF-8"),
-        ("a.txt.gz", "a.txt.gz is damaged"),
+        ("a.txt.gz", "Not a gzipped file"),
     ],
 )
 def test_a_file_that_is_no_text_is_named_with_a_remedy(here, name, remedy):
@@ -164,24 +163,16 @@ def test_a_file_that_is_no_text_is_named_with_a_remedy(here, name, remedy):
     one_line(run_here("prepare.py", name, cwd=here), name, remedy)
 
 
-def test_the_quick_start_is_the_source_of_pythons_library_or_its_reference(here, monkeypatch):
-    files = [file.relative_to(sysconfig.get_path("stdlib")) for file in quick_start("text")]
+def test_the_quick_start_is_the_source_of_pythons_library():
+    files = [file.relative_to(sysconfig.get_path("stdlib")) for file in quick_start()]
     assert Path("json/decoder.py") in files and files == sorted(files)
     assert not {"test", "tests", "site-packages", "encodings", "idlelib"} & {*Path(*files).parts}
     assert not any(file.name.startswith("_sysconfigdata") for file in files)
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: here / "none")
-    text = " ".join(text for text in read_all(*quick_start("text")))
-    assert 3e5 < len(text) < 1e6 and 'The "import" statement' in text
 
 
-def test_a_download_is_checked_by_its_sha256(here, monkeypatch):
+def test_shakespeare_is_downloaded(here, monkeypatch):
     (here / "original").write_text("all the world's a stage\n" * 10)
     monkeypatch.setattr(corpus, "SHAKESPEARE", (here / "original").as_uri())
-    with pytest.raises(UserError, match="sha256"):
-        prepare(PrepareConfig(("shakespeare",)))
-    assert not (here / "data/shakespeare").exists()
-    sha256 = hashlib.sha256((here / "original").read_bytes()).hexdigest()
-    monkeypatch.setattr(corpus, "SHAKESPEARE_SHA256", sha256)
     assert text_of(prepare(PrepareConfig(("shakespeare",))), "train").startswith("all the world")
 
 
@@ -209,8 +200,8 @@ def test_any_text_comes_back_with_its_newlines_and_other_bytes_are_refused(text,
     raw = text.encode() + more
     try:
         text = re.sub("\r\n?", "\n", raw.decode().removeprefix("\ufeff"))
-    except UnicodeDecodeError as error:
-        with pytest.raises(UserError, match=f"byte 0x{raw[error.start]:02x} in .* UTF-8"):
+    except UnicodeDecodeError:
+        with pytest.raises(UserError, match=r"a\.txt is not text in UTF-8"):
             prepared(raw, tokenizer)
     else:
         ids, encoding = prepared(raw, tokenizer)
@@ -229,7 +220,7 @@ def test_text_survives_whatever_the_locale(tmp_path):
 
 
 def read_all(source):
-    return ["".join(pieces) for pieces in read_documents(source, "text", Counter())]
+    return ["".join(pieces) for pieces in read_documents(source, "text")]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 1000])
@@ -257,9 +248,9 @@ def test_marks_are_found_wherever_a_text_is_cut(here, monkeypatch, text):
 
 def test_a_long_text_is_read_bit_by_bit(here):
     (here / "a.txt").write_bytes(b"some words in a line\n" * 100_000 + b"\xff")
-    pieces = next(read_documents(here / "a.txt", "text", Counter()))
+    pieces = next(read_documents(here / "a.txt", "text"))
     assert len(next(pieces)) <= 500  # without reading on to the bad end
-    with pytest.raises(UserError, match=r"a\.txt.*0xff"):
+    with pytest.raises(UnicodeDecodeError, match="0xff"):
         list(pieces)
 
 
