@@ -43,12 +43,8 @@ class GPTConfig:
     bias: bool = True  # in linear layers and LayerNorms; GPT-2 has them
 
     def __post_init__(self):
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            value = getattr(self, name)
-            require(type(value) is int and value >= 1, f"{name}={value!r}: must be 1, 2, 3 or more")
         divides = self.n_embd % self.n_head == 0
         require(divides, f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
-        require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be at least 0 and below 1")
 
 
 def hide_padding(mask, padding_mask):
@@ -57,8 +53,6 @@ def hide_padding(mask, padding_mask):
     gradient stay finite: what it gets is then multiplied by has_key."""
     hidden = False if mask.dtype == torch.bool else -math.inf
     if padding_mask is not None:
-        if padding_mask.dtype != torch.bool:
-            raise TypeError(f"padding_mask is {padding_mask.dtype}: bool, True = may attend")
         mask = mask.masked_fill(~padding_mask[:, None, None, :], hidden)
     has_key = (mask != hidden).any(dim=-1, keepdim=True)
     return mask.masked_fill(~has_key, 1), has_key
@@ -97,9 +91,8 @@ class MultiHeadAttention(nn.Module):
 
         context (B, S, d_in): where keys and values come from; x itself if not given.
         padding_mask (B, S) bool: False hides a key. A query without any key gets c_proj's bias.
-        cache: keys and values of earlier calls, to which those of x are added; S counts both.
-        Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool."""
-        require(cache is None or context is None, "a cache is for self-attention, without context")
+        cache, without context: keys and values of earlier calls, before those of x; S counts both.
+        Raises ValueError for a sequence longer than block_size."""
         past = 0 if cache is None else cache.length  # keys before that of the first query
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs); of a context k, v (B, nh, S, hs)
         if cache is not None:
@@ -284,8 +277,7 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
         self.lm_head.weight = self.wte.weight  # tied, and so without memory of its own
-        # Which ids may be drawn: not those that only pad the vocabulary (see restrict_to_tokens).
-        valid_tokens = torch.ones(config.vocab_size, dtype=torch.bool)
+        valid_tokens = torch.ones(config.vocab_size, dtype=torch.bool)  # see restrict_to_tokens
         self.register_buffer("valid_tokens", valid_tokens, persistent=False)
         self.dropout = config.dropout  # of the embeddings
         self.uninitialised = self.init_weights()
@@ -334,9 +326,9 @@ class GPT(nn.Module):
 
     def losses(self, logits, targets):
         """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 if a target is -100.
-        Each row by itself: training may call it with some of the rows. Put what belongs to the
-        training loss alone behind `if self.training:`. To mask targets, set them to -100 in
-        train.py's loop: a 0 here counts in the mean. float32, for a sum over V exponentials."""
+        Training may call it with some of the rows. Put what belongs to the training loss alone
+        behind `if self.training:`. To mask targets, set them to -100 in train.py's loop: a 0 here
+        counts in the mean. float32, for a sum over V exponentials."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
@@ -347,9 +339,8 @@ class GPT(nn.Module):
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S;
         last_only: logits (B, 1, V) of the last position.
         With targets and a loss_in_pieces the logits are None: never held in float32 all at once.
-        A third value, of a changed model with targets, is {name: scalar}: train.py logs each by its
-        name and adds it to the loss that it minimises, weighted like the loss by the micro-batch's
-        number of targets. One that is detached is only logged.
+        A changed model may return a third value with targets, {name: scalar}: terms that train.py
+        logs and adds to the loss, each weighted like it. One that is detached is only logged.
         Raises ValueError for more than block_size tokens, IndexError for an id of idx outside V."""
         x = self.hidden(idx, padding_mask, cache)  # (B, T, C)
         if targets is None:

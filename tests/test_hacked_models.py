@@ -111,8 +111,6 @@ HACKS = {
     ),
     "no dropout": Hack(
         (("    dropout: float = 0.0  #", "    #"),
-         ("        require(0 <= self.dropout < 1, ", "        require(True, "),
-         ('f"dropout={self.dropout}: must be at least 0 and below 1"', '""'),
          ("        self.dropout = config.dropout\n", ""),
          ("        self.dropout = config.dropout  # of the embeddings\n", ""),
          ("F.dropout(self.c_proj(x), self.dropout, self.training)", "self.c_proj(x)"),
