@@ -32,11 +32,6 @@ def make_model(seed=0, sharp=1.0, **sizes):
         dict(vocab_size=97),
         dict(vocab_size=65, n_layer=4, n_head=4, n_embd=128, block_size=64),
         dict(vocab_size=30, n_layer=2, n_head=8, n_embd=512, block_size=32),
-        pytest.param(
-            dict(vocab_size=65, n_layer=6, n_head=6, n_embd=384, block_size=256),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(dict(n_layer=12, n_embd=768, block_size=64), marks=pytest.mark.slow),
     ],
 )
 def test_loss_at_initialisation_is_that_of_a_uniform_guess(sizes):
@@ -75,27 +70,14 @@ def test_loss_is_the_mean_cross_entropy_of_all_logits():
     assert loss.item() == pytest.approx(-torch.stack(chosen).mean().item(), abs=1e-6)
 
 
-def test_future_tokens_do_not_change_past_logits():
-    model = make_model()
-    idx = torch.randint(97, (2, 16))
-    changed = idx.clone()
-    changed[:, 9:] = (changed[:, 9:] + 1) % 97
-    torch.testing.assert_close(model(idx)[0][:, :9], model(changed)[0][:, :9])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunks", [[1] * 16, [5, 11], [16]])
-def test_cached_logits_equal_those_of_the_whole_sequence(chunks, dtype):
-    model = make_model().to(dtype)
-    idx = torch.randint(97, (2, 16))
-    cache, parts = model.new_cache(), []
-    with torch.no_grad():
-        for part in idx.split(chunks, dim=1):
-            parts.append(model(part, cache=cache)[0])
-    tolerance = (
-        {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0, "atol": 0.02}
-    )
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], **tolerance)
+@torch.no_grad()
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("chunks", [[1] * 16, [5, 11]])
+def test_cached_logits_equal_those_of_the_whole_sequence(chunks, dtype, atol):
+    model, idx = make_model().to(dtype), torch.randint(97, (2, 16))
+    cache = model.new_cache()
+    parts = [model(part, cache=cache)[0] for part in idx.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(idx)[0], rtol=1e-4, atol=atol)
 
 
 @pytest.mark.gpt2
@@ -132,14 +114,6 @@ def test_a_model_that_has_never_run_is_compiled_whole():
     torch.testing.assert_close(compiled(idx)[0], model(idx)[0])
 
 
-def test_parameters_are_counted_without_memory():
-    with torch.device("meta"):
-        model = make_model()
-    assert sum(p.numel() for p in model.parameters()) == sum(
-        p.numel() for p in make_model().parameters()
-    )
-
-
 @pytest.mark.slow
 def test_a_block_is_compiled_inside_its_checkpoint(monkeypatch):
     """Whole, and once for all blocks: a hook around it, as FSDP's is, cuts nothing off."""
@@ -168,12 +142,9 @@ def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():
         make_model()(torch.zeros(1, 17, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(
-    "wrong", [dict(n_embd=30, n_head=4), dict(n_layer=0), dict(vocab_size=-1), dict(dropout=1.0)]
-)
-def test_impossible_sizes_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        GPTConfig(**wrong)
+def test_a_width_that_its_heads_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="n_embd=30 is not divisible by n_head=4"):
+        GPTConfig(n_embd=30, n_head=4)
 
 
 # ---------------------------------------------------------------- generation
@@ -190,9 +161,8 @@ def test_greedy_with_cache_equals_greedy_without(block_size, length):
 
 
 @pytest.mark.parametrize("n", [5, 60])  # within the window, and several windows beyond
-@pytest.mark.parametrize("options", [dict(temperature=0), dict(top_k=20, top_p=0.9, min_p=0.01)])
-def test_each_row_of_a_batch_gives_what_it_gives_alone(n, options):
-    model = make_model(sharp=8)
+def test_each_row_of_a_batch_gives_what_it_gives_alone(n):
+    model, options = make_model(sharp=8), dict(top_k=20, top_p=0.9, min_p=0.01)
     prompts = [torch.randint(97, (length,)).tolist() for length in (3, 9, 1, 16, 16)]
     idx, mask = padded(prompts)
     generators = [torch.Generator().manual_seed(seed) for seed in range(5)]
@@ -201,16 +171,6 @@ def test_each_row_of_a_batch_gives_what_it_gives_alone(n, options):
         generator = torch.Generator().manual_seed(seed)
         alone = generate(model, [prompt], n, generator=generator, **options)
         assert torch.equal(together[seed], alone[0]), seed
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_left_padding_does_not_change_logits(dtype):
-    model = make_model().to(dtype)
-    idx, mask = padded([[1, 2, 3], [4, 5, 6, 7, 8]])
-    logits, _ = model(idx, padding_mask=mask)
-    alone = model(torch.tensor([[1, 2, 3]]))[0][0]
-    tolerance = {} if dtype == torch.float32 else {"rtol": 0, "atol": 0.02}
-    torch.testing.assert_close(logits[0, 2:], alone, **tolerance)
 
 
 def test_generate_is_lazy_and_seeded():
@@ -227,36 +187,17 @@ def test_generate_is_lazy_and_seeded():
 
 def test_ids_that_the_tokenizer_lacks_are_never_drawn():
     model = make_model()
-    json = (
-        '{"model": {"vocab": {"a": 3, "b": 5}}, "added_tokens": [{"id": 7}, {"id": 99}, {"id": V}]}'
-    )
-    json = json.replace("V", str(model.config.vocab_size))  # the first that it lacks
-    model.restrict_to_tokens(token_ids(json))
+    added = '[{"id": 7}, {"id": 97}, {"id": 99}]'  # 97 is the first that the model lacks
+    tokenizer = f'{{"model": {{"vocab": {{"a": 3, "b": 5}}}}, "added_tokens": {added}}}'
+    model.restrict_to_tokens(token_ids(tokenizer))
     assert set(generate(model, [[3]], 200)[0].tolist()) == {3, 5, 7}
-    assert set(generate(model, [[3]], 20, temperature=0)[0].tolist()) <= {3, 5, 7}
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("temperature", -1.0),
-        ("temperature", math.nan),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("min_p", -0.1),
-    ],
-)
-def test_impossible_sampling_options_are_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        list(make_model().generate(torch.tensor([[1]]), 1, **{name: value}))
-
-
-def test_a_mask_that_is_not_bool_is_refused():
-    model, idx = make_model(), torch.ones(1, 4, dtype=torch.int64)
-    for call in (model, lambda *a, **k: list(model.generate(*a, 1, **k))):
-        with pytest.raises(TypeError, match="bool"):
-            call(idx, padding_mask=torch.ones(1, 4))
+@pytest.mark.parametrize("wrong", ["temperature=-1", "top_k=-1", "top_p=0", "top_p=2", "min_p=2"])
+def test_impossible_sampling_options_are_refused(wrong):
+    name, value = wrong.split("=")
+    with pytest.raises(ValueError, match=wrong):
+        next_token_probs(torch.zeros(1, 5), **{name: int(value)})
 
 
 @pytest.mark.parametrize("C", [192, 768])
@@ -310,37 +251,19 @@ def test_filters_equal_those_of_transformers(temperature, top_k, top_p, min_p):
     torch.testing.assert_close(probs.sum(dim=-1), torch.ones(7))
 
 
-LOGITS = st.lists(
-    st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False)
-    | st.sampled_from([0.0, 1.0, -math.inf]),
-    min_size=1,
-    max_size=30,
-).filter(lambda logits: max(logits) > -math.inf)
-
-
-def survivors(logits, **filters):
-    probs = next_token_probs(torch.tensor([logits]), **filters)[0]
-    assert probs.sum().item() == pytest.approx(1, abs=1e-5) and probs.min() >= 0
-    assert probs[logits.index(max(logits))] > 0, "the likeliest always stays"
-    return set(probs.nonzero()[:, 0].tolist())
-
-
 @settings(derandomize=True, deadline=None, database=None, max_examples=100)
 @given(
-    LOGITS,
-    st.just(0.0) | st.floats(1e-40, 1e6),
-    st.tuples(st.integers(1, 40), st.integers(1, 10**22)),
-    st.tuples(st.floats(1e-300, 1), st.floats(1e-300, 1)),
-    st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    st.lists(st.integers(-(2**99), 2**99).map(float) | st.just(-math.inf)),
+    st.just(0.0) | st.floats(1e-40, 100),
+    st.integers(1, 10**22),
+    st.floats(1e-300, 1),
+    st.floats(0, 1),
 )
-def test_filters_leave_probabilities_and_are_monotone(logits, temperature, k, p, min_p):
-    survivors(logits, temperature=temperature, top_k=k[0], top_p=p[0], min_p=min_p[0])
-    low, high = ({"top_k": limit, "temperature": temperature} for limit in sorted(k))
-    assert survivors(logits, **low) <= survivors(logits, **high)
-    low, high = ({"top_p": limit, "temperature": temperature} for limit in sorted(p))
-    assert survivors(logits, **low) <= survivors(logits, **high)
-    high, low = ({"min_p": limit, "temperature": temperature} for limit in sorted(min_p))
-    assert survivors(logits, **low) <= survivors(logits, **high)
+def test_filters_leave_probabilities_and_the_likeliest(logits, temperature, top_k, top_p, min_p):
+    logits = torch.tensor([[0.0, *logits]])
+    probs = next_token_probs(logits, temperature, top_k, top_p, min_p)[0]
+    assert probs.sum().item() == pytest.approx(1, abs=1e-5) and probs.min() >= 0
+    assert logits[0, probs.argmax()] == logits.max()
 
 
 def test_greedy_is_the_likeliest_token_and_tiny_temperatures_approach_it():
