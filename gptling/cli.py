@@ -6,7 +6,6 @@ those given: defaults < presets from left to right < flags.
 """
 
 import gc
-import importlib
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -26,14 +24,6 @@ PositiveInt = Annotated[int, "at least 1"]  # these two are for check_numbers
 Fraction = Annotated[float, "below 1"]
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
-
-
-def optional_package(name: str, install: str) -> ModuleType:
-    """Import a package that not everybody has. Raises UserError without it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(f"{error}: pip install {install}") from None
 
 
 def run(main: Callable[[], int | None]):
@@ -67,6 +57,8 @@ def describe(error: Exception) -> str:
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):  # of an optional package
+        return f"{error}: pip install {error.name}"
     said = f"{error!r} {error.__context__!r}"  # PyTorch's errors can hide the system's
     if re.search("MemoryError|out of memory|not enough memory|can't allocate memory", said):
         return "out of memory: a smaller batch, sequence or model needs less"

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from gptling.cli import optional_package
 from gptling.files import UserError, sync
 from gptling.tokenizers import END_OF_TEXT, encode
 
@@ -49,8 +48,9 @@ def find_sources(name: str, field: str) -> list[Source]:
     """The files or records that a name on the command line means. Raises UserError."""
     path = Path(name)
     if name.startswith("hf:"):
+        from datasets import load_dataset  # not everybody has it
+
         repo, config, split = [*name.split(":")[1:], "", ""][:3]
-        load_dataset = optional_package("datasets", "datasets").load_dataset
         rows = load_dataset(repo, config or None, split=split or "train", streaming=True)
         return [rows.select_columns(field)]
     if name == "shakespeare" and not path.exists():
@@ -83,8 +83,10 @@ def _read(source, field):  # pieces; an empty one ends a document
     if not name:
         yield from _records(source, field, "hf:")
     elif name.endswith(".parquet"):
-        file = optional_package("pyarrow.parquet", "datasets").ParquetFile(source)
-        rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(100))
+        from pyarrow.parquet import ParquetFile
+
+        batches = ParquetFile(source).iter_batches(100)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from _records(rows, field, source)
     else:  # text mode reads "\n" for every end of a line
         opened = gzip.open if name.endswith(".gz") else open

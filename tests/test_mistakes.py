@@ -205,7 +205,7 @@ def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, ro
     "command, package, install",
     [
         ("prepare.py hf:someone/something", "datasets", "datasets"),
-        ("prepare.py a.parquet", "pyarrow.parquet", "datasets"),
+        ("prepare.py a.parquet", "pyarrow", "pyarrow"),
     ],
 )
 def test_a_missing_package_is_named(
