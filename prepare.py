@@ -23,7 +23,7 @@ from tqdm import tqdm
 from gptling import tokenizers
 from gptling.cli import UserError, load, run
 from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
-from gptling.files import is_plain_name, new_directory, replace
+from gptling.files import new_directory, replace
 
 
 @dataclass
@@ -38,7 +38,7 @@ class PrepareConfig:
 
     def __post_init__(self):
         name = self.name or name_after(self.sources)
-        if not is_plain_name(name):
+        if Path(name).name != name or name in ("", ".."):
             raise ValueError(f"--name {name!r}: give a plain name, for a directory in data/")
         tokenizers.check_vocab_size(self.tokenizer, self.vocab_size)
 

@@ -15,11 +15,6 @@ class UserError(Exception):
     """A mistake of the user's. Its message is one line with the value and the remedy."""
 
 
-def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a directory, and no path that leads elsewhere."""
-    return Path(name).name == name and name not in ("", "..")
-
-
 def sync(path: Path):
     """Have the system write a file or a directory to the disk now."""
     if os.name == "nt":
