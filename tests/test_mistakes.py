@@ -8,18 +8,13 @@ import math
 import os
 import re
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptling.cli import UserError
 from gptling.files import lock_directory
-from gptling.pretrained import load_model
-from model import GPT
-from prepare import load_tokenizer
 from tests.conftest import ROOT, TEXT, TINY, run_here, run_script
 
 FILES = {
@@ -201,25 +196,6 @@ def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, ro
     assert not process.stdout.strip() or "--resume" in arguments  # which says what changes
 
 
-@pytest.mark.parametrize(
-    "command, package, install",
-    [
-        ("prepare.py hf:someone/something", "datasets", "datasets"),
-        ("prepare.py a.parquet", "pyarrow", "pyarrow"),
-    ],
-)
-def test_a_missing_package_is_named(
-    world, monkeypatch, train_here, tmp_path, command, package, install
-):
-    monkeypatch.setitem(sys.modules, package, None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    shutil.copytree(world / "data", tmp_path / "data")
-    script, *arguments = command.replace("TINY", " ".join(TINY)).split()
-    process = run_here(script, *arguments, cwd=tmp_path)
-    check(process, f"pip install {install}")
-    assert not (tmp_path / "new" / "log.jsonl").exists()
-
-
 # ---------------------------------------------------------------- damaged and hostile files
 
 
@@ -265,26 +241,6 @@ def test_a_damaged_file_is_named_and_runs_no_code(trained, tmp_path, command, na
     said = [line for line in error.splitlines() if line[0] != " "]  # no code of a traceback
     assert process.returncode == 1 and words in " ".join(said), error
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out/new").exists()
-
-
-def test_nothing_in_a_checkpoint_is_executed(trained, tmp_path, monkeypatch):
-    """Neither what transformers would run with trust_remote_code, nor what Python would import."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained / "out/mine/checkpoint-20", tmp_path, dirs_exist_ok=True)
-    for name in ("modeling.py", "tokenization.py", "__init__.py", "torch.py"):
-        (tmp_path / name).write_text('import os\nos.mkdir("ran")\n')
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling.Evil", "AutoConfig": "modeling.Evil"}}
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        values = json.loads((tmp_path / name).read_text(encoding="utf-8"))
-        (tmp_path / name).write_text(json.dumps(values | code), encoding="utf-8")
-    for name in ("pytorch_model.bin", "model.bin", "training_state.pt"):
-        torch.save({"x": Evil()}, tmp_path / name)
-    load_tokenizer(tmp_path)
-    load_model(GPT, tmp_path)
-    (tmp_path / "model.safetensors").unlink()  # the pickled weights are no substitute
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        load_model(GPT, tmp_path)
-    assert not (tmp_path / "ran").exists()
 
 
 PACKAGE = sorted((ROOT / "gptling").glob("*.py"))
