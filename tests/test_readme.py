@@ -22,10 +22,6 @@ from train import TrainConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SCRIPTS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
-RUN_BY = {  # their Python
-    "attention.md": "test_attention_page.py",
-    "export.md": "test_ecosystem.py",
-}
 
 
 def blocks(page, language):
@@ -93,41 +89,31 @@ def test_what_commands_install_and_run_is_there():
             assert (ROOT / words[1]).is_file(), f"{page}: {words[1]}"
 
 
-PYTHON = [(page.name, code) for page in PAGES for code in blocks(page, "python")]
+def run_block(code, cwd):
+    """Run a block of Python in the directory `cwd`; returns its names and what it prints."""
+    (cwd / "block.py").write_text(code, encoding="utf-8")
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()) as printed:
+        return runpy.run_path("block.py"), printed
 
 
-def python_blocks():
-    for page, code in PYTHON:
-        slow = [pytest.mark.slow] if "transformers" in code else []  # whose import takes seconds
-        if page not in RUN_BY:
-            first = next(line for line in code.splitlines() if "import" in line)
-            yield pytest.param(code, marks=slow, id=f"{page}: {first}")
+GENERATE, PIPELINE = blocks(ROOT / "README.md", "python")
 
 
-@pytest.mark.parametrize("code", list(python_blocks()))
-def test_python_runs(code, trained, tmp_path):
-    if "transformers" in code:
-        pytest.importorskip("transformers", reason="pip install -e '.[test]' brings transformers")
+@pytest.mark.parametrize("code", [GENERATE, pytest.param(PIPELINE, marks=pytest.mark.slow)])
+def test_python_in_the_readme_runs(code, trained):
     code = re.sub(r"out/\w+/checkpoint-\d+", "out/mine/checkpoint-20", code)
-    code = code.replace("out/quickstart", "out/mine")
-    code = code.replace('"def"', '"12 green"')
+    code = code.replace("out/quickstart", "out/mine").replace('"def"', '"12 green"')
     code = code.replace("max_new_tokens=40", "max_new_tokens=8")  # transformers has no window rule
-    (tmp_path / "block.py").write_text(code, encoding="utf-8")
-    with contextlib.chdir(trained), contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(tmp_path / "block.py"))
-    assert printed.getvalue().strip()
+    assert run_block(code, trained)[1].getvalue().strip()
 
 
 def test_the_line_after_a_checkpoint_is_replayed(trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    more = ["--out_dir=out/mine", "--resume", "--max_iters=21"]
-    output_of("train.py", *more, cwd=tmp_path)
+    output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=21", cwd=tmp_path)
     last = json.loads((tmp_path / "out/mine/log.jsonl").read_text().splitlines()[-2])
-    code = next(code for page, code in PYTHON if "model.losses" in code)
+    (code,) = blocks(ROOT / "docs/comparing.md", "python")
     code = re.sub(r"out/my/checkpoint-\d+\"\), \d+", 'out/mine/checkpoint-20"), 21', code)
-    (tmp_path / "block.py").write_text(code, encoding="utf-8")
-    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()):
-        replayed = runpy.run_path(str(tmp_path / "block.py"))
+    replayed, _ = run_block(code, tmp_path)
     assert last["step"] == 21
     assert replayed["loss"].item() == pytest.approx(last["loss"], abs=1e-5)
     assert replayed["by_sequence"].mean().item() == pytest.approx(last["loss"], abs=1e-5)
@@ -137,12 +123,6 @@ def test_every_module_of_the_package_is_in_contributing():
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(names) == [f.stem for f in sorted(ROOT.glob("gptling/[a-z]*.py"))]
-
-
-@pytest.mark.parametrize("page", [page for page in RUN_BY if (ROOT / "docs" / page).exists()])
-def test_other_pages_have_a_test_of_their_own(page):
-    source = (ROOT / "tests" / RUN_BY[page]).read_text(encoding="utf-8")
-    assert f'"docs" / "{page}"' in source or f"docs/{page}" in source
 
 
 def anchor(heading):
