@@ -77,10 +77,6 @@ def test_transformers_reads_our_directory(tmp_path, bias, dropout):
     assert_close(model, other)
     theirs = other.config  # in which dropout would be 0.1 if config.json did not say so
     assert {theirs.embd_pdrop, theirs.attn_pdrop, theirs.resid_pdrop} == {dropout}
-    prompt = torch.tensor([[1, 2, 3]])
-    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 99, "pad_token_id": 0}
-    ours = torch.cat(list(model.generate(prompt, 12, temperature=0)))
-    assert other.generate(prompt, **options)[0, 3:].tolist() == ours.tolist()
     again = load(GPT, tmp_path)
     assert again.config == model.config and torch.equal(again(IDX)[0], model(IDX)[0])
 
@@ -120,11 +116,8 @@ def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
     save(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert sum(name.endswith(".bias") and not t.any() for name, t in tensors.items()) == 13
-    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
-    for i in range(2):
-        tensors[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
-        tensors[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
-    save_file(tensors, tmp_path / "model.safetensors")
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.1.attn.masked_bias": torch.ones(())}
+    edit_tensors(tmp_path, **masks, **{"lm_head.weight": torch.ones(28, 32)})
     assert torch.equal(load(GPT, tmp_path)(IDX)[0], model(IDX)[0])
 
 
@@ -141,30 +134,22 @@ def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(t
 # ---------------------------------------------------------------------------- names
 
 
-def hub_cache(directory, name, monkeypatch):
-    """A model in the cache of the hub, as huggingface_hub lays a download out."""
-    from huggingface_hub import constants
-
-    snapshot = directory / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
-    save(random_model(), snapshot)
-    (snapshot.parent.parent / "refs").mkdir()
-    (snapshot.parent.parent / "refs" / "main").write_text("abc")
-    # HF_HUB_CACHE is read when huggingface_hub is imported.
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-
-
-def test_a_gpt2_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+def test_a_gpt2_of_the_hub_is_downloaded_or_where_you_put_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("gpt2", "openai-community/gpt2-xl", "distilbert/distilgpt2"):
-        hub_cache(tmp_path, name, monkeypatch)
-        assert find_checkpoint(name).name == "abc"
-    torch.testing.assert_close(load_model(GPT, "gpt2")(IDX)[0], random_model()(IDX)[0])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     remedy = "gpt2-medium: cannot be downloaded .*into a directory gpt2-medium"
     with pytest.raises(UserError, match=remedy):
         load_model(GPT, "gpt2-medium")
     save(random_model(), "gpt2-medium")
-    assert find_checkpoint("gpt2-medium").as_posix() == "gpt2-medium", "where the remedy puts it"
+    assert find_checkpoint("gpt2-medium").as_posix() == "gpt2-medium"
+    download = {
+        "gpt2": "gpt2-medium",
+        "openai-community/gpt2-xl": "a",
+        "distilbert/distilgpt2": "b",
+    }
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: download[name])
+    assert [find_checkpoint(name).name for name in download] == [*download.values()]
+    torch.testing.assert_close(load_model(GPT, "gpt2")(IDX)[0], random_model()(IDX)[0])
 
 
 def test_no_other_name_is_looked_up_on_the_hub(tmp_path, monkeypatch):
@@ -253,14 +238,12 @@ class Hiding(GPT):
 
 
 class Windowed(GPT):
-    """Each query sees the 12 newest keys, which only the last 4 of 16 tokens show."""
-
-    window = 12
+    """Each query sees the 255 newest keys, which only the last of 256 tokens shows."""
 
     def __init__(self, config):
         super().__init__(config)
         for block in self.h:
-            block.attn.causal_mask &= ~torch.ones_like(block.attn.causal_mask).tril(-self.window)
+            block.attn.causal_mask &= ~torch.ones_like(block.attn.causal_mask).tril(-255)
 
 
 CHANGED = [Capped, LooserCap, Hiding, Windowed]
@@ -268,11 +251,8 @@ CHANGED = [Capped, LooserCap, Hiding, Windowed]
 
 @pytest.mark.parametrize("changed", CHANGED)
 def test_a_model_with_the_tensors_of_a_gpt2_is_taken_for_what_it_computes(changed, tmp_path):
-    model = random_model(model_class=changed)
-    assert save(model, tmp_path) in (
-        "a GPT-2 with these weights has other logits",
-        "its logits contain NaN or infinity",
-    )
+    model = random_model(model_class=changed, block_size=300)
+    assert save(model, tmp_path) == "a GPT-2 with these weights has other logits"
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["model_type"] == "gptling" and "GPT2LMHeadModel" not in config["architectures"]
     with pytest.raises(ValueError, match="gptling"):
@@ -281,37 +261,22 @@ def test_a_model_with_the_tensors_of_a_gpt2_is_taken_for_what_it_computes(change
     for other in {GPT, *CHANGED} - {changed}:
         with pytest.raises(ValueError):
             load(other, tmp_path)
-    save(random_model(), tmp_path)
+    save(random_model(block_size=300), tmp_path)
     with pytest.raises(ValueError):
         load(changed, tmp_path)
     load(changed, tmp_path, allow_changed=True)
 
 
-def test_256_tokens_show_what_a_model_computes(tmp_path):
-    class Wide(Windowed):
-        window = 255
-
-    for changed, other in ((GPT, Wide), (Wide, GPT)):
-        save(random_model(block_size=300, model_class=changed), tmp_path)
-        with pytest.raises(ValueError):
-            load(other, tmp_path)
-
-
 def test_the_weights_of_another_architecture_carry_16_numbers_that_it_gives(tmp_path):
-    """Every logit counts in one of them. A GPT-2's carry none: it is compared with the formula."""
+    """Every logit counts in one of them."""
     model = random_model(model_class=Capped)
     save(model, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         (stored,) = file.metadata().values()
-    idx = torch.arange(16)
-    idx = (31 * idx * idx + 7 * idx + 3) % 28
-    with torch.no_grad():
-        logits = model(idx[None])[0][0, -1].double()
+    i = torch.arange(16)
+    logits = model((31 * i * i + 7 * i + 3)[None] % 28)[0][0, -1]
     expected = [logits[i::16].mean().item() for i in range(16)]
     assert json.loads(stored) == pytest.approx(expected, abs=1e-5)
-    save(random_model(), tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}, "as transformers asks for"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
