@@ -52,14 +52,11 @@ def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx, last_only=False) 
     def norm(x, name):
         return F.layer_norm(x, (C,), take(f"{name}.weight", C), take(f"{name}.bias", C))
 
-    def heads(x):
-        return x.unflatten(-1, (config.n_head, -1)).transpose(1, 2)  # (B, nh, T, hs)
-
     wte = take("wte.weight", config.vocab_size, C)
     x = wte[idx] + take("wpe.weight", config.block_size, C)[: idx.size(1)]  # (B, T, C)
     for h in [f"h.{i}" for i in range(config.n_layer)]:
         qkv = linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn", 3 * C)
-        q, k, v = map(heads, qkv.chunk(3, dim=-1))
+        q, k, v = qkv.unflatten(-1, (3, config.n_head, -1)).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + linear(y, f"{h}.attn.c_proj", C)
         y = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc", 4 * C), approximate="tanh")
@@ -80,9 +77,9 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def with_zero_biases(model: nn.Module) -> dict[str, torch.Tensor]:
     """Published tensors, and zeros for the biases that a GPT-2 has and the model lacks."""
     tensors = published_tensors(model)
-    weights = [name for name in tensors if name.endswith(".weight") and name[:2] in ("h.", "ln")]
-    names = {f"{name.removesuffix('weight')}bias": tensors[name] for name in weights}
-    return {name: t.new_zeros(t.size(-1)) for name, t in names.items()} | tensors
+    weights = {n: t for n, t in tensors.items() if re.match(r"(h\.|ln).*\.weight$", n)}
+    zeros = {n.removesuffix("weight") + "bias": t.new_zeros(t.size(-1)) for n, t in weights.items()}
+    return zeros | tensors
 
 
 @contextlib.contextmanager
