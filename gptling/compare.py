@@ -5,14 +5,10 @@
     python -m gptling.compare --seeds 5 -- config/shakespeare_char_cpu.toml --max_iters=200
 
 Presets and flags after -- are for train.py on all sides. A patch may add its own in a line
-"# flags: ...", and flags for prepare.py in a line "# prepare: ...". Which side has the lower loss
-after the same number of steps, and which after the same time? Each side is copied to
+"# flags: ...", and flags for prepare.py in a line "# prepare: ...". Each side is copied to
 out/compare/NAME. After Ctrl-C, the same command continues after the last finished run.
 """
 
-import hashlib
-import importlib.util
-import io
 import json
 import math
 import os
@@ -22,15 +18,15 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
 import tyro
 
 from gptling.cli import CONFIG, load, run
-from gptling.files import UserError, lock_directory, replace
+from gptling.files import UserError, lock_directory
 
 ROOT = CONFIG.parent
 OUT = ROOT / "out" / "compare"
@@ -44,13 +40,13 @@ class CompareConfig:
     prepare: str = ""  # arguments of prepare.py for data of each side: "my.txt --tokenizer=bpe"
 
 
-def execute(*command: str, stdin: bytes = b"", cwd: Path | None = None) -> bytes:
+def execute(*command: str, cwd: Path | None = None) -> str:
     """Run a program and return what it prints. If it fails, exit with its last lines."""
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(OUT)}  # or `git apply` does nothing
-    process = subprocess.run(command, cwd=cwd, env=environment, input=stdin, capture_output=True)
+    environment = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}  # yours stays as it is
+    process = subprocess.run(command, cwd=cwd, env=environment, capture_output=True)
     if process.returncode:
         sys.exit(f"{shlex.join(command)}:\n{process.stderr.decode('utf-8', 'replace')[-2000:]}")
-    return process.stdout
+    return process.stdout.decode("utf-8", "replace").strip()
 
 
 @dataclass
@@ -58,10 +54,9 @@ class Side:
     """A version of the code, and what came out of its runs."""
 
     name: str
-    files: dict[str, bytes]
+    tree: str  # its files, as git names them
     flags: list[str]  # for its train.py
     prepare: list[str]  # for its prepare.py
-    patch: bytes = b""
     logs: tuple = field(default_factory=lambda: ([], []))  # for each question, seed by seed
     ratios: list[float] = field(default_factory=list)  # time of a step over the first side's
 
@@ -69,9 +64,13 @@ class Side:
     def folder(self) -> Path:
         return OUT / self.name
 
-    def run(self, script: str, *flags: str) -> bytes:
+    def losses(self, question: int) -> list[float]:
+        return [log[-1]["bits_per_byte"] for log in self.logs[question]]
+
+    def run(self, script: str, *flags: str) -> str:
         """Run one of its scripts with flags and its own presets in config/."""
-        words = [str(self.folder / word) if word in self.files else word for word in flags]
+        own = {word: str(self.folder / word) for word in flags if (self.folder / word).is_file()}
+        words = [own.get(word, word) for word in flags]
         return execute(sys.executable, str(self.folder / script), *words)
 
 
@@ -103,58 +102,52 @@ def judge(differences: list[float], ratios: list[float]) -> str:
 def find_sides(config: CompareConfig, flags: list[str]) -> list[Side]:
     """Return the sides. The first is compared with each of the others."""
     prepare = shlex.split(config.prepare)
-    names = execute("git", "ls-files", "-zco", "--exclude-standard", cwd=ROOT).decode().split("\0")
-    files = {name: (ROOT / name).read_bytes() for name in names if (ROOT / name).is_file()}
-    sides = [Side("working-tree", files, flags, prepare)]
+    execute("git", "add", "--all", cwd=ROOT)
+    tree = execute("git", "write-tree", cwd=ROOT)
+    sides = [Side("working-tree", tree, flags, prepare)]
     if not config.patches:
-        with tarfile.open(fileobj=io.BytesIO(execute("git", "archive", "HEAD", cwd=ROOT))) as tar:
-            last = {entry.name: tar.extractfile(entry).read() for entry in tar if entry.isfile()}
-        if last == files:
-            raise UserError("nothing has changed since the last commit: edit model.py or train.py")
+        last = execute("git", "rev-parse", "HEAD^{tree}", cwd=ROOT)
         sides.insert(0, Side("last-commit", last, flags, prepare))
+        if last == tree:
+            raise UserError("nothing has changed since the last commit: edit model.py or train.py")
     for path in map(Path, config.patches):
-        patch = path.read_bytes()
-        own = dict(re.findall(r"^# (flags|prepare):(.*)$", patch.decode(errors="replace"), re.M))
+        execute("git", "read-tree", tree, cwd=ROOT)
+        execute("git", "apply", "--cached", str(path.resolve()), cwd=ROOT)
+        patched = execute("git", "write-tree", cwd=ROOT)
+        own = dict(re.findall(r"^# (flags|prepare):(.*)$", path.read_text("utf-8"), re.M))
         own_flags, own_prepare = (own.get(key, "").split() for key in ("flags", "prepare"))
-        sides.append(Side(path.stem, files, flags + own_flags, prepare + own_prepare, patch))
+        sides.append(Side(path.stem, patched, flags + own_flags, prepare + own_prepare))
     return sides
 
 
-def make_folders(sides: list[Side]):
-    """Write each side's files to its folder and prepare its data. If the same command has done so
-    from the same files, all stays as it is, with the finished runs."""
-    read = [Path(word) for side in sides for word in side.flags + side.prepare]
-    times = [path.stat().st_mtime_ns for path in read if path.exists()]
-    key, key_file = hashlib.sha256(repr((sides, times)).encode()).hexdigest(), OUT / "key"
-    if key_file.exists() and key_file.read_text() == key:
+def make_folder(side: Side):
+    """Write a side's files to its folder and prepare its data. If that is done, and no preset or
+    text has changed since, the folder stays as it is, with the finished runs."""
+    read = [path for path in map(Path, side.flags + side.prepare) if path.exists()]
+    key, done = repr((side, [path.stat().st_mtime for path in read])), side.folder / "key"
+    if done.exists() and done.read_text("utf-8") == key:
         return
-    key_file.unlink(missing_ok=True)
-    for side in sides:
-        shutil.rmtree(side.folder, ignore_errors=True)
-        for name, content in side.files.items():
-            (side.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (side.folder / name).write_bytes(content)
-        if side.patch:
-            execute("git", "apply", "-", cwd=side.folder, stdin=side.patch)
-        if side.prepare:
-            side.run("prepare.py", *side.prepare, f"--name=compare-{side.name}", "--overwrite")
-    key_file.write_text(key)
+    shutil.rmtree(side.folder, ignore_errors=True)
+    execute("git", "archive", f"--output={side.folder}.zip", side.tree, cwd=ROOT)
+    shutil.unpack_archive(f"{side.folder}.zip", side.folder)
+    (side.folder / "steps.py").write_text(STEPS)
+    if side.prepare:
+        side.run("prepare.py", *side.prepare, f"--name=compare-{side.name}", "--overwrite")
+    done.write_text(key, "utf-8")
 
 
 def train(side: Side, seed: int, steps: int) -> list[dict]:
     """Train by the side's own train.py and return the log, which is kept in the side's folder."""
-    finished, out_dir = side.folder / f"{steps}-steps-seed-{seed}.json", side.folder / "run"
+    finished, out_dir = side.folder / f"{steps}-steps-seed-{seed}.jsonl", side.folder / "run"
     prepared = max((file.stat().st_mtime for file in Path("data").glob("*/meta.json")), default=0)
     if not finished.exists() or finished.stat().st_mtime < prepared:
-        print(f"seed {seed}, {side.name}, {steps} steps: ", end="", flush=True)
+        print(f"seed {seed}: {side.name}, {steps} steps", flush=True)
         shutil.rmtree(out_dir, ignore_errors=True)
         flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
         flags += [f"--dataset=compare-{side.name}"] * bool(side.prepare)
         side.run("train.py", *flags, f"--out_dir={out_dir}", "--curves=False")
-        lines = (out_dir / "log.jsonl").read_text("utf-8").splitlines()
-        replace(finished, f"[{','.join(lines)}]".encode())
-        print(f"{json.loads(lines[-1])['bits_per_byte']:.4f} bits per byte", flush=True)
-    return json.loads(finished.read_text("utf-8"))
+        (out_dir / "log.jsonl").replace(finished)
+    return [json.loads(line) for line in finished.read_text("utf-8").splitlines()]
 
 
 def step_time(log: list[dict]) -> float:
@@ -165,28 +158,21 @@ def step_time(log: list[dict]) -> float:
     return statistics.fmean(ms[1:], weights) if weights else ms[0]
 
 
-def spread(values: list[float], digits: int) -> str:
-    """Format the mean, the lowest and the highest value."""
-    mean, low, high = (f"{f(values):.{digits}f}" for f in (statistics.mean, min, max))
-    return f"{mean} ({low} to {high})"
-
-
-def draw_curves(file: Path, sides: tuple[Side, Side]):
-    """Draw the losses of two sides over steps and over seconds, a line for each seed."""
+def draw_curves(sides: list[Side]):
+    """Draw the losses of the sides over steps and over seconds, a line for each seed."""
     from matplotlib.figure import Figure  # without pyplot, which may want a display
 
     figure = Figure(figsize=(11, 4.5), dpi=120, layout="constrained")
     for i, axes in enumerate(figure.subplots(1, 2, sharey=True)):
         unit = ("step", "seconds")[i]
-        for side, color in zip(sides, ("#0072B2", "#D55E00"), strict=True):
+        for number, side in enumerate(sides):
             for log in side.logs[i]:
                 points = [(line[unit], line["bits_per_byte"]) for line in log if "val_loss" in line]
-                axes.plot(*zip(*points, strict=True), "o-", color=color)
+                axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}")
             axes.lines[-1].set_label(side.name)
         axes.set(xlabel=unit, ylabel="validation loss in bits per byte")
         axes.legend()
-    figure.savefig(file)
-    print(file)
+    figure.savefig(OUT / "curves.png")
 
 
 def main():
@@ -196,8 +182,8 @@ def main():
     OUT.mkdir(parents=True, exist_ok=True)
     _lock = lock_directory(OUT)  # until this process ends
     first, *others = sides = find_sides(config, argv[end + 1 :])
-    make_folders(sides)
-    (first.folder / "steps.py").write_text(STEPS)
+    for side in sides:
+        make_folder(side)
     n = int(first.run("steps.py", *first.flags))
 
     # Every other seed trains the sides in reversed order.
@@ -209,21 +195,20 @@ def main():
         side.logs[1].append(train(side, i + 1, max(1, round(n / side.ratios[i]))))
 
     questions = f"after {n} steps", f"in the time of {n} steps"
-    header = ["", "parameters", "time of a step", *(f"bits per byte {end}" for end in questions)]
-    print(f"\n| {' | '.join(header)} |\n|{' --- |' * len(header)}")
-    losses = {}  # of each side by its name: for each question, seed by seed
+    columns = "parameters | time of a step | bits per byte " + " | bits per byte ".join(questions)
+    print(f"\n| | {columns} |\n|{' --- |' * 5}")
     for side in sides:
-        losses[side.name] = [[log[-1]["bits_per_byte"] for log in logs] for logs in side.logs]
-        cells = [side.name, f"{side.logs[0][0][-1]['parameters']:,}", spread(side.ratios, 2)]
-        print(f"| {' | '.join([*cells, *(spread(values, 3) for values in losses[side.name])])} |")
+        cells = f"{side.logs[0][0][-1]['parameters']:,} | {statistics.mean(side.ratios):.2f}"
+        losses = " | ".join(f"{statistics.mean(side.losses(i)):.3f}" for i in (0, 1))
+        print(f"| {side.name} | {cells} | {losses} |")
     print("\nMean difference over pairs with the same seed, 95 % interval (Student's t):\n")
     for side in others:
         for i, ratios in enumerate(([1.0], side.ratios)):
-            pairs = zip(losses[first.name][i], losses[side.name][i], strict=True)
+            pairs = zip(first.losses(i), side.losses(i), strict=True)
             verdict = judge([b - a for a, b in pairs], ratios)
             print(f"{side.name} against {first.name} {questions[i]}: {verdict}")
-        if importlib.util.find_spec("matplotlib"):
-            draw_curves(side.folder / "curves.png", (first, side))
+    if find_spec("matplotlib"):
+        draw_curves(sides)
 
 
 if __name__ == "__main__":

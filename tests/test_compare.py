@@ -22,40 +22,33 @@ SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "config", "gptling
 FLAGS = ["--dataset=mine", *TINY]
 
 
-def git(directory, *words):
-    name = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    options = {"cwd": directory, "check": True, "capture_output": True, "text": True}
-    return subprocess.run(["git", *name, *words], **options).stdout
+def git(*words):
+    command = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
-def project(trained, tmp_path):
-    """A repository with the project in it, committed, and data/mine."""
+def run_compare(trained, tmp_path, monkeypatch, capsys):
+    """Compare in a repository with the project, committed, and data/mine. Its scripts run in the
+    tests' fork server. Returns the exit code, the output, and (side, words) of each training.
+    fake(side, seed, steps) replaces train.py: it gives the last loss, and the milliseconds of a
+    step for each line of the log."""
+    execute = compare.execute
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     shutil.copytree(trained / "data", tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
     for words in ("init --quiet", "add --all", "commit --quiet --message=start"):
-        git(tmp_path, *words.split())
-    return tmp_path
+        git(*words.split())
 
-
-@pytest.fixture
-def run_compare(project, monkeypatch, capsys):
-    """Run it in this process, and its scripts by the tests' fork server. Returns the exit code, the
-    output, and (side, words of the command) of each training. fake(side, seed, steps) replaces
-    train.py: it gives the last loss, and a step's milliseconds for each line of the log."""
-    execute = compare.execute
-
-    def run_compare(*words, fake=None, n=None):
+    def run_compare(*words, fake=None):
         def execute_here(*command, **options):
             if command[0] != sys.executable:
                 return execute(*command, **options)
-            script, words = Path(command[1]), list(command[2:])
-            if script.name == "steps.py" and n:
-                return n
+            script, words = Path(command[1]), command[2:]
             if script.name == "train.py":
-                trainings.append((script.parent.name, words))
+                trainings.append((script.parent.name, list(words)))
             if script.name == "train.py" and fake:
                 given = dict(word[2:].split("=") for word in words[-5:])
                 steps = int(given["max_iters"])
@@ -65,11 +58,11 @@ def run_compare(project, monkeypatch, capsys):
                 log[-1]["bits_per_byte"] = loss
                 Path(given["out_dir"]).mkdir()
                 Path(given["out_dir"], "log.jsonl").write_text("\n".join(map(json.dumps, log)))
-                return b""
-            process = run_script(script, *words, cwd=project)
+                return ""
+            process = run_script(script, *words, cwd=tmp_path)
             if process.returncode:
                 sys.exit(process.stderr.decode())
-            return process.stdout
+            return process.stdout.decode()
 
         trainings = []
         gc.collect()  # which unlocks the directory
@@ -79,27 +72,26 @@ def run_compare(project, monkeypatch, capsys):
             run(compare.main)
         return exit.value.code or 0, capsys.readouterr(), trainings
 
-    monkeypatch.setattr(compare, "ROOT", project)
-    monkeypatch.setattr(compare, "OUT", project / "out" / "compare")
+    monkeypatch.setattr(compare, "ROOT", tmp_path)
+    monkeypatch.setattr(compare, "OUT", tmp_path / "out" / "compare")
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("gc.freeze", lambda: None)
-    monkeypatch.chdir(project)
     return run_compare
 
 
 def edit(file, old, new):
-    text = file.read_text(encoding="utf-8")
+    text = Path(file).read_text(encoding="utf-8")
     assert text.count(old) == 1
-    file.write_text(text.replace(old, new), encoding="utf-8")
+    Path(file).write_text(text.replace(old, new), encoding="utf-8")
 
 
-def comment_patch(project, header=""):
+def comment_patch(header=""):
     """A patch of a comment in model.py. The project itself stays unchanged."""
-    edit(project / "model.py", "import math\n", "import math  # maths\n")
-    diff = git(project, "diff", "--no-color")
-    git(project, "checkout", "--quiet", ".")
-    (project / "out").mkdir(exist_ok=True)
-    (project / "out" / "same.patch").write_text(header + diff, encoding="utf-8")
+    edit("model.py", "import math\n", "import math  # maths\n")
+    diff = git("diff", "--no-color")
+    git("checkout", "--quiet", ".")
+    Path("out").mkdir(exist_ok=True)
+    Path("out/same.patch").write_text(header + diff, encoding="utf-8")
     return "out/same.patch"
 
 
@@ -125,13 +117,11 @@ UNCLEAR = [-0.03, 0.01, -0.01]  # mean -0.01, deviation 0.02, of 3: half is 4.30
     [
         (CLEAR, [1.0], "better by 0.0200 bits per byte (0.0041 to 0.0359)"),
         ([-d for d in CLEAR], [1.0], "worse by 0.0200 bits per byte (0.0041 to 0.0359)"),
-        (CLEAR, [0.76, 0.8, 0.83, 0.8], "better by 0.0200 bits per byte (0.0041 to 0.0359)"),
         (CLEAR, [0.76, 0.66, 1.14, 0.8], "the times vary too much to say (-0.0359 to -0.0041 "),
         (UNCLEAR, [1, 1.05, 1.09], "no difference that 3 seeds can show (-0.0597 to +0.0397 bits"),
         (UNCLEAR, [1, 1.05, 1.11], "the times vary too much to say (-0.0597 to +0.0397 bits per"),
         ([-0.3], [1.0], "-0.3000 bits per byte with one seed, which cannot say"),
         ([0.0, 0.0, 0.0], [1.0], "no difference at all"),
-        ([0.0], [1.0], "no difference at all"),
     ],
 )
 def test_a_difference_is_called_one_only_beyond_the_interval_of_pairs(differences, ratios, words):
@@ -150,42 +140,40 @@ def test_the_time_of_a_step_is_the_mean_over_all_steps_after_the_warm_up():
 # ------------------------------------------------------------------ whole comparisons
 
 
-def test_the_same_code_gives_a_difference_of_exactly_zero(project, run_compare, monkeypatch):
+def test_the_same_code_gives_a_difference_of_exactly_zero(run_compare, monkeypatch):
     monkeypatch.setattr(compare, "step_time", lambda log: 1.0)
-    patch = comment_patch(project)
-    before = git(project, "status", "--porcelain")
+    patch = comment_patch()
+    before = git("status", "--porcelain")
     code, printed, trainings = run_compare(patch, "--seeds=1", "--", *FLAGS)
     assert code == 0 and [side for side, _ in trainings] == ["working-tree", "same"]
     for question in ("after 20 steps", "in the time of 20 steps"):
         assert f"same against working-tree {question}: no difference at all" in printed.out
-    assert git(project, "status", "--porcelain") == before
-    assert "# maths" in (compare.OUT / "same" / "model.py").read_text(encoding="utf-8")
-    table = [line.split(" | ") for line in printed.out.splitlines() if line.startswith("| ")]
-    assert table[2][1] == "6,896" and table[2][1:] == table[3][1:]
+    assert git("status", "--porcelain") == before
+    assert "# maths" in Path("out/compare/same/model.py").read_text(encoding="utf-8")
 
 
-def test_a_patch_brings_flags_and_tokens_of_its_own(project, run_compare):
-    patch = comment_patch(project, "# flags: --n_layer=1\n# prepare: --tokenizer=byte\n")
+def test_a_patch_brings_flags_and_tokens_of_its_own(run_compare):
+    patch = comment_patch("# flags: --n_layer=1\n# prepare: --tokenizer=byte\n")
     text = "".join(f"{n} grüne Flaschen\n" for n in range(300))
-    (project / "my text.txt").write_text(text, encoding="utf-8")
+    Path("my text.txt").write_text(text, encoding="utf-8")
     words = [patch, "--prepare='my text.txt' --tokenizer=char", "--seeds=1", "--", *FLAGS]
     code, printed, _ = run_compare(*words)
     assert code == 0
     for side, tokenizer, n_layer in (("working-tree", "char", 2), ("same", "byte", 1)):
-        log = json.loads((compare.OUT / side / "20-steps-seed-1.json").read_text())
-        meta = json.loads((project / "data" / f"compare-{side}" / "meta.json").read_text())
+        log = Path(f"out/compare/{side}/20-steps-seed-1.jsonl").read_text().splitlines()
+        meta = json.loads(Path(f"data/compare-{side}/meta.json").read_text())
         assert meta["tokenizer"] == tokenizer
-        assert log[-1]["val_tokens"] == meta["val"]["tokens"] - 1  # the first is no target
+        assert json.loads(log[-1])["val_tokens"] == meta["val"]["tokens"] - 1  # all of the split
         vectors = meta["vocab_size"] + 16 + n_layer * (12 * 16 + 2) + 1  # of 16 numbers each
         assert f"| {side} | {16 * vectors:,} | " in printed.out
 
 
-def test_the_working_tree_is_compared_with_the_last_commit(project, run_compare):
+def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
     own = "config/shakespeare_char_cpu.toml"  # each side has its own; others are where they are
-    edit(project / own, "dropout", "# changed\ndropout")
-    (project / "new.py").write_text("not committed\n")
-    (project / "out").mkdir()
-    (project / "out" / "my.toml").write_text("max_iters = 20\n")
+    edit(own, "dropout", "# changed\ndropout")
+    Path("new.py").write_text("not committed\n")
+    Path("out").mkdir()
+    Path("out/my.toml").write_text("max_iters = 20\n")
     words = [own, "out/my.toml", "--dataset=mine", "--n_layer=1"]
 
     def fake(side, seed, steps):
@@ -208,20 +196,16 @@ def test_the_working_tree_is_compared_with_the_last_commit(project, run_compare)
         assert ("# changed" in Path(found[0]).read_text()) == (side == "working-tree")
         flags = {f"--seed={seed}", f"--max_iters={steps}", "--eval_tokens=0", "--curves=False"}
         assert flags <= set(found[4:])
-    assert "| 1.25 (1.20 to 1.30) | 2.800 (2.650 to 2.950) | 2.951 (" in printed.out
-    assert "| 1.00 (1.00 to 1.00) | 2.200 (2.100 to 2.300) | 2.200 (" in printed.out
+    assert "| 1.25 | 2.800 | 2.951 |" in printed.out and "| 1.00 | 2.200 | 2.200 |" in printed.out
     differences = [[11 / 20, 12 / 20, 13 / 20], [11 / 16, 12 / 15, 13 / 17]]
     for question, values in zip(("after", "in the time of"), differences, strict=True):
         assert f"{b} against {a} {question} 20 steps: {judge(values, [1.0])}\n" in printed.out
     assert "worse by 0.6000 bits per byte (0.4758 to 0.7242)" in printed.out
 
 
-def test_an_interrupted_comparison_continues_after_its_last_finished_run(
-    project, run_compare, monkeypatch
-):
-    preset, meta = project / "my.toml", project / "data" / "mine" / "meta.json"
-    preset.write_text("n_head = 1\n")
-    command = [comment_patch(project), "--seeds=2", "--", "my.toml", *FLAGS]
+def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_compare, monkeypatch):
+    Path("my.toml").write_text("n_head = 1\nmax_iters = 20\n")
+    command = [comment_patch(), "--seeds=2", "--", "my.toml", *FLAGS]
 
     def train(*words, interrupted=False):
         """Return the output and which sides were trained. Times and losses vary."""
@@ -231,7 +215,7 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(
                 raise KeyboardInterrupt
             return 2 + (-1) ** seed * 0.1 * (side == "same"), 10 + 2 * seed * (side == "same")
 
-        code, printed, trainings = run_compare(*command, *words, fake=fake, n=b"20\n")
+        code, printed, trainings = run_compare(*command, *words, fake=fake)
         assert code == (130 if interrupted else 0)
         return printed.out, [side for side, _ in trainings]
 
@@ -242,43 +226,29 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(
     assert "after 20 steps: no difference that 2 seeds can show" in output
     assert "in the time of 20 steps: the times vary too much to say" in output
     Image = pytest.importorskip("PIL.Image", reason="pip install -e '.[curves]'")
-    with Image.open(compare.OUT / "same" / "curves.png") as picture:
+    with Image.open("out/compare/curves.png") as picture:
         colors = {color for _, color in picture.convert("RGB").getcolors(1 << 20)}
-    assert {(0, 0x72, 0xB2), (0xD5, 0x5E, 0)} <= colors
+    assert {(0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)} <= colors
 
     # Everything that a run depends on makes new runs.
     monkeypatch.setattr(compare, "draw_curves", lambda *_: None)
     assert len(train("--n_layer=1")[1]) == len(train()[1]) == 6
-    os.utime(preset, ns=(1, 1))
+    os.utime("my.toml", ns=(1, 1))
     assert len(train()[1]) == 6
-    edit(project / "train.py", '"""Train a GPT.', '"""Train a GPT!')
+    edit("train.py", '"""Train a GPT.', '"""Train a GPT!')
     assert len(train()[1]) == 6
     later = time.time() + 100
-    os.utime(meta, (later, later))
+    os.utime("data/mine/meta.json", (later, later))
     assert len(train()[1]) >= 6
 
 
-def test_a_wrong_flag_is_named_with_the_command_for_help():
-    command = [sys.executable, "-m", "gptling.compare", "--sedes=5"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 2 and "--seeds INT" in process.stderr
-    assert "run python -m gptling.compare --help" in process.stderr
-
-
-def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_lines(
-    project, run_compare
-):
-    def error_of(*words):
-        code, printed, trainings = run_compare(*words)
-        assert trainings == []
-        return printed.err if code == 1 else code
-
-    assert "nothing has changed since the last commit" in error_of("--", *FLAGS)
-    patch = comment_patch(project)
-    assert "--n_layer" in error_of(patch, "--", *FLAGS, "--n_leyer=3")
-    text = (project / patch).read_text()
-    (project / patch).write_text(text.replace("-import math", "-import maths"))
-    assert "patch failed: model.py" in error_of(patch, "--", *FLAGS)
-    (project / patch).write_text(text.replace("import math  #", "raise ValueError('mine')  #"))
+def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_lines(run_compare):
+    code, printed, _ = run_compare("--", *FLAGS)
+    assert code == 1 and "nothing has changed since the last commit" in printed.err
+    patch = comment_patch()
+    text = Path(patch).read_text()
+    Path(patch).write_text(text.replace("-import math", "-import maths"))
+    assert "patch failed: model.py" in run_compare(patch, "--", *FLAGS)[0]
+    Path(patch).write_text(text.replace("import math  #", "raise ValueError('mine')  #"))
     code, _, trainings = run_compare(patch, "--", *FLAGS)  # whose first side trains
     assert code.splitlines()[-1] == "ValueError: mine" and len(trainings) == 2
