@@ -50,10 +50,9 @@ def choose_rates(config):
 def eval_part(fields: dict) -> int:
     """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is None, evaluations
     have a share of the time. A token costs a third of its training, without a backward pass."""
-    if fields.get("eval_tokens") is not None:
-        return fields["eval_tokens"]
     tokens = EVALUATING_SHARE * fields["eval_interval"] * 3 * tokens_per_step(fields)
-    return max(fields["block_size"], int(tokens))
+    given = fields.get("eval_tokens")
+    return max(fields["block_size"], int(tokens)) if given is None else given
 
 
 class Planner:
@@ -89,20 +88,21 @@ class Planner:
         seconds = max(1.0, self.seconds_left())
         per_token = {}  # seconds for a token, of the models that are measured
 
+        def nearest(i):
+            return min(per_token, key=lambda j: abs(j - i))
+
         def sees_enough(i):  # a token's time grows a little less than the parameters do
-            near = min(per_token, key=lambda j: abs(j - i))
-            ratio = self.parameters(models[near]) / self.parameters(models[i])
-            return seconds / per_token[near] * ratio**0.85 >= self.enough_tokens(models[i])
+            ratio = self.parameters(models[nearest(i)]) / self.parameters(models[i])
+            return seconds / per_token[nearest(i)] * ratio**0.85 >= self.enough_tokens(models[i])
 
         best = 0 if "n_embd" in self.fixed else min(2, len(models) - 1)  # 2: bfloat16 may pay
         while best not in per_token and len(per_token) < 3:
             step = self.time_step(models[best])
             per_token[best] = step / tokens_per_step(models[best])
             best = max(filter(sees_enough, range(len(models))), default=0)
-        nearest = min(per_token, key=lambda i: abs(i - best))
         # A larger one that is hardly slower is better.
-        chosen = max(i for i in per_token if per_token[i] <= 1.2 * per_token[nearest])
-        return models[chosen], per_token[chosen] * tokens_per_step(models[chosen])
+        best = max(i for i in per_token if per_token[i] <= 1.2 * per_token[nearest(best)])
+        return models[best], per_token[best] * tokens_per_step(models[best])
 
     def sizes(self, n_layer: int, n_embd: int) -> dict[str, int]:
         """Return the sizes of a shape. Heads have 32 channels, or 64 from a width of 256."""
@@ -123,19 +123,14 @@ class Planner:
             "gradient_accumulation_steps": self.processes.world_size,
             "batch_size": 1,
         }
-        fields |= {name: self.fixed[name] for name in fields.keys() & self.fixed.keys()}
+        fields |= self.fixed
         if "batch_size" not in self.fixed:
             sequences = max(1024, 9.3 * tokens**0.383) / tokens_per_step(fields)
-            accumulation = fields["gradient_accumulation_steps"]
-            multiple = math.lcm(accumulation, self.processes.world_size) // accumulation
-            fields["batch_size"] = multiple * 2 ** max(0, round(math.log2(sequences / multiple)))
+            fields["batch_size"] = 2 ** max(0, round(math.log2(sequences)))
         may_accumulate = not self.fixed.keys() & {"batch_size", "gradient_accumulation_steps"}
-        while may_accumulate and fields["batch_size"] % 2 == 0 and not self.fits(fields):
+        while may_accumulate and fields["batch_size"] > 1 and not self.fits(fields):
             fields["batch_size"] //= 2
             fields["gradient_accumulation_steps"] *= 2
-        shortest = math.inf if "block_size" in self.fixed else 64
-        while fields["block_size"] > shortest and not self.fits(fields):
-            fields["block_size"] //= 2
         return fields
 
     def schedule(self, fields: dict, step: float) -> dict:
@@ -144,22 +139,21 @@ class Planner:
         seconds, step = self.seconds_left() - SAVING, RESERVE * step
         at_once = tokens_per_step(fields)
         most = max(1.0, seconds / step)  # steps
-        n_evaluations = max(3, min(10, int(seconds // 60)))
-        interval = min(most, self.fixed.get("eval_interval", most / n_evaluations))
-        part = eval_part(fields | {"eval_interval": interval, **self.fixed})
-        part = min(part or self.val_tokens, self.val_tokens)
-        evaluation = part / at_once / 3  # steps: a token has no backward pass
+        n = max(3, min(10, int(seconds // 60)))  # evaluations
+        interval = min(most, self.fixed.get("eval_interval", most / n))
+        part = eval_part({"eval_interval": interval} | fields) or self.val_tokens
+        # In steps. A token costs a third of its training.
+        evaluation = min(part, self.val_tokens) / at_once / 3
         evaluation += max(SAVING, SAVING_PER_PARAMETER * self.parameters(fields)) / step
+        n = max(1, min(n, int(most / 2 / evaluation)))
         if "eval_interval" in self.fixed:
-            n_evaluations = max(1.0, most / (interval + evaluation))
-        else:  # half of the time at most
-            n_evaluations = max(1, min(n_evaluations, int(most / 2 / evaluation)))
+            n = max(1.0, most / (interval + evaluation))
         last = self.val_tokens / at_once / 3
         eval_tokens = part if part < self.val_tokens else 0
-        if 0 < eval_tokens != self.fixed.get("eval_tokens") and last < LAST_EVALUATION * most:
+        if eval_tokens and "eval_tokens" not in self.fixed and last < LAST_EVALUATION * most:
             eval_tokens, most = None, most - last
-        steps = min(max(1, int(most - n_evaluations * evaluation)), self.max_steps(fields))
-        interval = math.ceil(steps / n_evaluations)
+        steps = min(max(1, int(most - n * evaluation)), self.max_steps(fields))
+        interval = math.ceil(steps / n)
         return {"max_iters": steps, "eval_interval": interval, "eval_tokens": eval_tokens}
 
     def parameters(self, sizes: dict) -> int:
@@ -199,8 +193,8 @@ class Planner:
         with redirect_stdout(None):  # the run says it
             _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
         limit = min(MEASURING_SHARE * 60 * self.config.minutes, MEASURING_SECONDS) / 4
-        times = []
-        while len(times) <= 20 and sum(times[1:]) <= limit:
+        times = []  # the first step allocates, and compiles
+        while len(times) < 2 or (len(times) <= 20 and sum(times[1:]) <= limit):
             start = time.perf_counter()
             for _ in range(micro_steps):
                 with autocast:
@@ -212,13 +206,10 @@ class Planner:
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
             times.append(self.seconds_since(start))
-            # The first step allocates: it is the only one if it takes too long by itself.
-            if compiled is parallel and times[0] > 4 * limit:
-                break
         if compiled is not parallel:
             self.compiling = times[0]  # the run compiles once more
             torch.compiler.reset()  # or the next shape would be compiled for all shapes
-        return sum(times[1:] or times) / len(times[1:] or times)
+        return sum(times[1:]) / len(times[1:])
 
 
 def plan_run(config, longest: float, set_up, processes):
@@ -229,13 +220,10 @@ def plan_run(config, longest: float, set_up, processes):
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())
     choose_rates(config)
-    at_once = tokens_per_step(vars(config))
-    epochs = config.max_iters * at_once / data.n_tokens
     muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""
     ends = "; it ends before it overfits" * (config.max_iters >= planner.max_steps(vars(config)))
     print(
         f"plan for {config.minutes:g} min: {config.n_layer} layers of {config.n_embd}, "
-        f"{at_once // config.block_size} sequences of {config.block_size} a step, "
-        f"{config.max_iters:,} steps ({epochs:.1f} epochs), dropout {config.dropout:g}, "
+        f"{config.max_iters:,} steps, dropout {config.dropout:g}, "
         f"learning_rate {config.learning_rate:.3g}{muon}{ends}"
     )
