@@ -3,10 +3,8 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from gptling.files import UserError
@@ -23,8 +21,7 @@ def pick_device(device: str) -> str:
 
 
 def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether the CPU has instructions for matmuls in this dtype. Without them bfloat16 is
-    emulated, very slowly."""
+    """Whether the CPU multiplies in this dtype. Otherwise bfloat16 is emulated, very slowly."""
     if dtype == torch.bfloat16:
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return dtype != torch.float16
@@ -42,7 +39,7 @@ def pick_dtype(dtype: str, device: str, wide: bool, only_stored: bool = False) -
     return "bfloat16" if pays else "float32"
 
 
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Cast the parameters; unlike nn.Module.to, leave buffers, such as angles, as they are."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -63,7 +60,7 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
         return F.scaled_dot_product_attention(*wide, attn_mask=attn_mask, **options).to(q.dtype)
 
 
-def use_float32_attention(model: nn.Module, attention: Callable = float32_attention) -> bool:
+def use_float32_attention(model: torch.nn.Module, attention=float32_attention) -> bool:
     """Replace PyTorch's attention kernel, in layers that name theirs `attend`, by a function. Your
     own kernel stays. Returns whether each block has one such layer."""
     kernels = (F.scaled_dot_product_attention, float32_attention)
