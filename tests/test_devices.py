@@ -34,49 +34,33 @@ def test_a_device_that_is_not_there_is_refused_by_name(device, monkeypatch):
         pick_device(device)
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps"])
-def test_dtype_is_as_asked_and_auto_is_float32_for_a_narrow_model(device):
-    for dtype in ("float32", "bfloat16", "float16"):
-        assert pick_dtype(dtype, device, wide=True) == dtype
-    assert pick_dtype("auto", device, wide=False) == "float32"
-
-
 @pytest.mark.parametrize("native", [True, False])
-def test_auto_is_bfloat16_for_a_wide_model_if_the_machine_has_it(native, monkeypatch):
+def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, monkeypatch):
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: native)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
+    assert pick_dtype("float16", "cpu", wide=True) == "float16"
+    assert pick_dtype("auto", "cpu", wide=False) == pick_dtype("auto", "mps", True) == "float32"
     assert pick_dtype("auto", "cpu", wide=True) == ("bfloat16" if native else "float32")
     assert pick_dtype("auto", "cpu", wide=True, only_stored=True) == "bfloat16"
     assert pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
 
 
-@pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.bfloat16])
+MASK = torch.arange(45.0).view(5, 9) % 4
+
+
+@pytest.mark.parametrize("mask", [None, MASK > 0, MASK.bfloat16()])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float32])
-def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask_dtype, cache_dtype):
+def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask, cache_dtype):
     torch.manual_seed(0)
     q = torch.randn(2, 2, 5, 8).bfloat16()
     k, v = (torch.randn(2, 2, 9, 8).bfloat16().to(cache_dtype) for _ in "kv")
-    mask = None if mask_dtype is None else torch.randn(5, 9).bfloat16()
-    mask = mask > -1 if mask_dtype == torch.bool else mask
-    wide = mask if mask is None or mask_dtype == torch.bool else mask.double()
+    wide = mask.double() if mask is not None and mask.dtype != torch.bool else mask
     expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=wide)
     with torch.autocast("cpu", torch.bfloat16):
         y = float32_attention(q, k, v, attn_mask=mask)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
-
-
-@pytest.mark.parametrize("T", [8, 300])
-def test_gradients_through_float32_attention_are_those_of_float32_but_for_rounding(T):
-    torch.manual_seed(0)
-    x = [torch.randn(1, 2, T, 8).bfloat16().requires_grad_() for _ in "qkv"]
-    wide = [tensor.detach().float().requires_grad_() for tensor in x]
-    float32_attention(*x, is_causal=True).float().square().sum().backward()
-    F.scaled_dot_product_attention(*wide, is_causal=True).square().sum().backward()
-    for tensor, expected in zip(x, wide, strict=True):
-        scale = expected.grad.abs().max()
-        torch.testing.assert_close(tensor.grad.float(), expected.grad, rtol=0, atol=0.03 * scale)
 
 
 def test_glibc_keeps_freed_memory_and_nothing_happens_elsewhere(monkeypatch):
@@ -92,19 +76,15 @@ def test_glibc_keeps_freed_memory_and_nothing_happens_elsewhere(monkeypatch):
 def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():
     assert flops_utilisation(1e6, 124_000_000, "NVIDIA H200") == pytest.approx(0.752, abs=1e-3)
     assert flops_utilisation(1e6, 124_000_000, "NVIDIA GeForce GTX 1060") is None
-    assert flops_utilisation(1e6, 124_000_000, "") is None
 
 
 def test_attention_with_a_kernel_of_its_own_keeps_it():
-    def softmax_of_nothing(q, k, v, **options):
-        return v
-
     model = GPT(GPTConfig(8, 11, 2, 2, 8))
     assert use_float32_attention(model) and use_float32_attention(model)
-    model.h[1].attn.attend = softmax_of_nothing
+    model.h[1].attn.attend = torch.add
     assert not use_float32_attention(model)
     assert model.h[0].attn.attend is float32_attention
-    assert model.h[1].attn.attend is softmax_of_nothing
+    assert model.h[1].attn.attend is torch.add
 
 
 def test_buffers_keep_their_digits_where_parameters_are_cast():
