@@ -22,6 +22,7 @@ from train import TrainConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SCRIPTS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
+SCRIPTS["gptling.compare"] = CompareConfig
 
 
 def blocks(page, language):
@@ -45,39 +46,26 @@ SHELL = [
     for block in blocks(page, "sh")
     for words in commands(block)
 ]
-for script in SCRIPTS:
-    docstring = (ROOT / script).read_text(encoding="utf-8").split('"""')[1]
+for script in ROOT.glob("*.py"):
+    docstring = script.read_text(encoding="utf-8").split('"""')[1]
     lines = re.findall(r"^    (.*\b(?:python|torchrun) .*)$", docstring, re.MULTILINE)
-    SHELL += [(script, words) for line in lines for words in commands(line)]
+    SHELL += [(script.name, words) for line in lines for words in commands(line)]
 OURS = [(page, words) for page, words in SHELL if set(SCRIPTS) & set(words)]
-
-
-def test_examples_are_found():
-    assert {script for _, words in OURS for script in SCRIPTS if script in words} == set(SCRIPTS)
-    assert {page for page, _ in OURS} >= {"README.md", *SCRIPTS}
-    assert any(words[0] == "torchrun" for _, words in OURS)
 
 
 @pytest.mark.parametrize(
     "page, words", OURS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
 )
-def test_commands_have_flags_and_presets_that_exist(page, words, monkeypatch):
+def test_commands_have_flags_presets_and_patches_that_exist(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
-    at, script = next((i, word) for i, word in enumerate(words) if word in SCRIPTS)
+    script = next(word for word in words if word in SCRIPTS)
     words = [word for word in words if not re.fullmatch(r"out/.*\.toml", word)]  # of a run
-    load(SCRIPTS[script], "", words[at + 1 :], presets=script == "train.py")
-
-
-def test_comparisons_have_flags_presets_and_patches_that_exist(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    found = [words for _, words in SHELL if "gptling.compare" in words]
-    assert len(found) > 3
-    for words in found:
-        words = words[words.index("gptling.compare") + 1 :]
-        end = words.index("--") if "--" in words else len(words)
-        config, *_ = load(CompareConfig, "", words[:end])
+    words = [*words[words.index(script) + 1 :], "--"]
+    end = words.index("--")  # of compare's own flags
+    config, _ = load(SCRIPTS[script], "", words[:end], presets=script == "train.py")
+    if script == "gptling.compare":
         assert all(list(ROOT.glob(patch)) for patch in config.patches)
-        load(TrainConfig, "", words[end + 1 :], presets=True)
+        load(TrainConfig, "", words[end + 1 : -1], presets=True)
 
 
 def test_what_commands_install_and_run_is_there():
