@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from gptling import loss as loss_module
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
-from gptling.loss import use_loss_in_pieces
+from gptling.loss import objective_and_parts, use_loss_in_pieces
 from gptling.pretrained import print_uninitialised
 from gptling.processes import recompute_activations
 from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests import try_model
-from tests.conftest import ROOT, TEXT, TINY, run_here
+from tests.conftest import ROOT, TEXT, TINY, run_here, small
 from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited, edited_module
 from tests.test_explain import attention_of
 from tests.try_model import generate, padded
@@ -43,8 +43,6 @@ class Hack:
     gpt2: bool = False  # whether it still computes what a GPT-2 computes
     sizes: dict = field(default_factory=dict)  # fields of GPTConfig
     terms: tuple = ()  # what forward returns beside the loss
-    uninitialised: int = 0  # parameters that init_weights does not draw
-    even: bool = True  # whether the first loss is that of a uniform guess
 
 
 ATTENTION = "        x = x + self.attn(self.ln_1(x), padding_mask=padding_mask, cache=cache)\n"
@@ -55,43 +53,29 @@ ALIBI = f"""        slopes = 2.0 ** (-8 * torch.arange(1, self.n_head + 1) / sel
         bias = -slopes[:, None, None] * ({DISTANCE})
         return bias.masked_fill(~mask, -math.inf)
 """
-Z_LOSS = """        losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
-        if self.training:
-            losses = losses + 0.01 * logits.logsumexp(-1) ** 2 * (targets != -100)
-        return losses
-"""
+CROSS_ENTROPY = "        return F.cross_entropy("
+Z = "        z = 0.01 * self.training * logits.logsumexp(-1) ** 2 * (targets != -100)\n"
+Z_LOSS = (CROSS_ENTROPY, Z + CROSS_ENTROPY.replace("return", "return z +"))
 AFTER_NEXT = """        y = self.head_2(x[:, :-1]).flatten(0, 1)
         after = self.losses(y, targets[:, 1:].flatten()).sum() / (targets != -100).sum()
 """
 HEAD_2 = "self.head_2 = nn.Linear(config.n_embd, config.vocab_size, bias=False)"
-AVERAGE = """        if self.training:
-            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
-        return self.ln_f(x) - self.mean
-"""
 GATE = (
     (MLP, f"{MLP}        self.gate = nn.Parameter(torch.ones(1))\n"),
     ("return x + self.mlp(self.ln_2(x))", "return x + self.gate * self.mlp(self.ln_2(x))"),
 )
 GELU = 'F.gelu(self.c_fc(x), approximate="tanh")'
 ERF, RELU = (GELU, "F.gelu(self.c_fc(x))"), (GELU, "F.relu(self.c_fc(x))")
-HACKS = {
+HACKS = {patch.stem: Hack((patch.stem,)) for patch in PATCHES if patch.stem != "words"}
+HACKS |= {
     "gqa": Hack(("gqa",), sizes={"n_kv_head": 1}),
     "moe": Hack(("moe",), terms=("balance",)),
-    "qknorm": Hack(("qknorm",)),
-    "rmsnorm": Hack(("rmsnorm",)),
-    "rope": Hack(("rope",)),
-    "shared": Hack(("shared",)),
     "smoothing": Hack(("smoothing",), gpt2=True),
     "softcap": Hack(("softcap",), sizes={"logit_cap": 2.0}),
-    "swiglu": Hack(("swiglu",)),
     "window": Hack(("window",), sizes={"window": 5}),
     "lion": Hack(("lion",), gpt2=True),
     "invsqrt": Hack(("invsqrt",), gpt2=True),
-    "z-loss": Hack(
-        (('        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")\n',
-          Z_LOSS),),
-        gpt2=True,
-    ),
+    "z-loss": Hack((Z_LOSS,), gpt2=True),
     "erf form of GELU": Hack((ERF,)),
     "ALiBi": Hack(((MASK, ALIBI),)),
     "untied": Hack(
@@ -103,20 +87,10 @@ HACKS = {
          (LOSS, f'{AFTER_NEXT}{LOSS}, {{"after_next": after}}')),
         terms=("after_next",),
     ),
-    "gate": Hack(GATE, uninitialised=2),
+    "gate": Hack(GATE),
     "stored buffer": Hack(
-        ((INIT, f'        self.register_buffer("gain", 2.5 * torch.ones(2))\n{INIT}'),
-         (LOGITS, "return self.gain[0] * self.lm_head(x)")),
-        even=False,
-    ),
-    "no dropout": Hack(
-        (("    dropout: float = 0.0  #", "    #"),
-         ("        self.dropout = config.dropout\n", ""),
-         ("        self.dropout = config.dropout  # of the embeddings\n", ""),
-         ("F.dropout(self.c_proj(x), self.dropout, self.training)", "self.c_proj(x)"),
-         ('{"dropout": config.dropout, "qkv_bias"', '{"qkv_bias"'),
-         ("        x = F.dropout(x, self.dropout, self.training)\n", "")),
-        gpt2=True,
+        ((INIT, f'        self.register_buffer("gain", torch.tensor(1.5))\n{INIT}'),
+         (LOGITS, "return self.gain * self.lm_head(x)")),
     ),
 }  # fmt: skip
 QUICK = ("gqa", "moe", "softcap", "z-loss", "ALiBi", "gate", "stored buffer")  # CI runs all
@@ -155,11 +129,9 @@ def batch():
 
 def results(model, idx, targets):
     """The loss, the terms beside it, and the gradients of all parameters by their sum."""
-    _, loss, *terms = model(idx, targets)
-    parts = {"loss": loss} | (terms[0] if terms else {})
+    objective, parts = objective_and_parts(model(idx, targets))
     parameters = list(model.parameters())
-    gradients = torch.autograd.grad(sum(parts.values()), parameters, allow_unused=True)
-    return parts, [0.0 if g is None else g for g in gradients]
+    return parts, torch.autograd.grad(objective, parameters, materialize_grads=True)
 
 
 # ---------------------------------------------------------------------------- training
@@ -188,19 +160,15 @@ def test_training_and_evaluation_are_those_of_the_plain_code(name, monkeypatch, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
-    hack, scripts = HACKS[name], edited(*HACKS[name].changes)
+    scripts, sizes = edited(*HACKS[name].changes), SIZES | {"n_embd": 64} | HACKS[name].sizes
     for optimizer in ("adamw", "muon"):
         torch.manual_seed(0)
-        sizes = SIZES | {"n_embd": 64} | hack.sizes
         model, (idx, targets) = scripts.model.GPT(scripts.model.GPTConfig(**sizes)), batch()
-        assert len(model.uninitialised) == hack.uninitialised
         loss = model.eval()(idx, targets)[1].item()
-        assert not hack.even or loss == pytest.approx(math.log(97), rel=0.05)
+        assert loss == pytest.approx(math.log(97), rel=0.05)
         before = [parameter.clone() for parameter in model.parameters()]
-        _, loss, *terms = model.train()(idx, targets)
-        sum(terms[0].values() if terms else (), start=loss).backward()
-        config = scripts.train.TrainConfig(optimizer=optimizer, learning_rate=0.01, muon_lr=0.05)
-        for each in scripts.train.configure_optimizers(model, config):
+        objective_and_parts(model.train()(idx, targets))[0].backward()
+        for each in scripts.train.configure_optimizers(model, small(optimizer=optimizer)):
             for group in each.param_groups:
                 group["lr"] = 1e-2 * group.get("lr_scale", 1)
             each.step()
@@ -210,35 +178,29 @@ def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
             assert new.isfinite().all()
 
 
-def test_a_moving_average_is_moved_by_training_alone(capsys):
-    buffer = '        self.register_buffer("mean", torch.zeros(config.n_embd))\n'
-    module = edited_module(("        return self.ln_f(x)\n", AVERAGE), (INIT, buffer + INIT))
+def test_a_buffer_that_forward_changes_is_changed_by_training_alone():
+    buffer = '        self.register_buffer("steps", torch.zeros(()))\n'
+    count = "self.steps.add_(1)\n        return self.ln_f(x)"
+    module = edited_module((INIT, buffer + INIT), ("return self.ln_f(x)", count))
     model = random_model(module).train()
     use_loss_in_pieces(model)
-    assert model.loss_in_pieces is not None and not capsys.readouterr().out
-    assert not model.mean.any()
+    assert model.loss_in_pieces and not model.steps
 
 
 @torch.no_grad()
 def test_a_mask_that_is_changed_after_loading_takes_effect(tmp_path):
-    """By another function, by an attribute that it reads, in the buffer, and by another buffer."""
-    window = "        return mask.triu(past + 1 - vars(self).get('window', 99))\n"
-    model, idx = random_model(edited_module((MASK, window))), batch()[0]
-    assert not save(model, tmp_path)
-    model = load(type(model), tmp_path)
+    """By another function, in the buffer, and by another buffer."""
+    save(random_model(sys.modules["model"]), tmp_path)
+    model, idx = load(GPT, tmp_path), batch()[0]
     layers, wide = [block.attn for block in model.h], model(idx)[0]
     for attn in layers:
-        attn.window = 3
+        attn.mask = lambda mask, past: mask.triu(past - 2)
     narrow = model(idx)[0]
     assert not torch.allclose(wide, narrow, atol=0.1)
     for attn in layers:
-        del attn.window
+        del attn.mask
     assert torch.equal(model(idx)[0], wide)
     for attn in layers:
-        attn.mask = lambda mask, past: mask.triu(past - 2)
-    assert torch.equal(model(idx)[0], narrow)
-    for attn in layers:
-        del attn.mask
         attn.causal_mask.copy_(attn.causal_mask.triu(-2))
     assert torch.equal(model(idx)[0], narrow)
     for attn in layers:
@@ -252,14 +214,9 @@ def test_new_parameters_are_printed_with_their_optimizer_and_norms_keep_what_the
     scripts = edited((MLP, new + MLP))
     model = scripts.model.GPT(scripts.model.GPTConfig(**SIZES))
     assert all((block.ln_2.weight == 0.5).all() for block in model.h)
-    for name, optimizer in (("muon", "Muon"), ("adamw", "AdamW")):
-        config = scripts.train.TrainConfig(
-            optimizer=name, weight_decay=0.3, learning_rate=0.01, muon_lr=0.05
-        )
-        optimizers = scripts.train.configure_optimizers(model, config)
-        print_uninitialised(model, optimizers)
-        said = f"not drawn by init_weights: h.*.mix ({optimizer}, weight decay 0.3)\n"
-        assert capsys.readouterr().out == said
+    print_uninitialised(model, scripts.train.configure_optimizers(model, small()))
+    said = "not drawn by init_weights: h.*.mix (Muon, weight decay 0.1)\n"
+    assert capsys.readouterr().out == said
     print_uninitialised(model, [])
     assert "h.*.mix (no optimizer)" in capsys.readouterr().out
 
@@ -300,29 +257,19 @@ def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
     test_faster_layers_give_the_same_text(name, capsys, compile=True)
 
 
-HIDDEN_LOGIT = LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)"
-PREVIOUS = "        x = (x + F.pad(x, (0, 0, 1, -1))) / 2\n"
-FOURTH = "        x = (x + F.pad(x, (0, 0, 4, 0))[:, : x.size(1)]) / 2\n"
-
-
 @pytest.mark.parametrize("prompts", [[[5]], [[5], [6, 7, 8, 9, 10]]])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ((ATTENTION, PREVIOUS + ATTENTION),),
-        ((ATTENTION, FOURTH + ATTENTION),),
-        (("self.wte(idx) + ", "self.wte((idx + 3 * F.pad(idx, (1, -1))) % 97) + "), HIDDEN_LOGIT),
-    ],
-    ids=["the token before", "the fourth token before", "pairs of tokens"],
-)
-def test_what_looks_back_without_the_cache_is_said_when_text_is_drawn(changes, prompts, capsys):
-    model = random_model(edited_module(*changes))
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_looks_back_without_the_cache_is_said_when_text_is_drawn(n, prompts, capsys):
+    """At the token n before."""
+    back = f"        x = (x + F.pad(x, (0, 0, {n}, 0))[:, : x.size(1)]) / 2\n"
+    model = random_model(edited_module((ATTENTION, back + ATTENTION)))
     idx, mask = padded(prompts)
     generate(speed_up(model), idx, 4, temperature=0, padding_mask=mask)
     said = capsys.readouterr().err
     assert "cache" in said and said.count("\n") == 1
 
 
+HIDDEN_LOGIT = LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)"
 TWICE = "return self(idx, padding_mask=", "return 2 * self(idx, padding_mask="
 
 
@@ -336,20 +283,11 @@ def test_changes_that_need_no_cache_are_not_said(change, capsys):
     assert torch.equal(*texts) and not capsys.readouterr().err
 
 
-BY_HAND = (
-    "        y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)\n",
-    "        mask, has_key = hide_padding(mask, padding_mask)\n"
-    "        scores = 2 * torch.tanh(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) / 2)\n"
-    "        y = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v\n",
-)
 NORMED = "return F.linear(F.normalize(x, dim=-1), F.normalize(self.lm_head.weight, dim=-1))"
 
 
-@pytest.mark.parametrize(
-    "change, dtype", [((LOGITS, NORMED), torch.float32), (BY_HAND, torch.bfloat16)]
-)
-def test_faster_layers_that_fail_are_left_out(change, dtype, capsys):
-    model = random_model(edited_module(change), n_embd=256).to(dtype)
+def test_faster_layers_that_fail_are_left_out(capsys):
+    model = random_model(edited_module((LOGITS, NORMED)), n_embd=256)
     idx = torch.tensor([[5, 6, 7]])
     expected = generate(model, idx, 30, temperature=0)
     assert torch.equal(generate(speed_up(model), idx, 30, temperature=0), expected)
@@ -404,27 +342,10 @@ def test_a_change_that_the_first_weights_hide_shows_at_a_later_save(tmp_path):
         assert json.loads((tmp_path / "config.json").read_text())["model_type"] == kind
 
 
-@pytest.mark.parametrize(
-    "one, other",
-    [
-        (HACKS["ALiBi"].changes, ((MASK, f"        return mask & ({DISTANCE} < 5)\n"),)),
-        (HACKS["softcap"].changes, HACKS["gqa"].changes),  # each has a field that the other lacks
-    ],
-)
-def test_two_changed_models_are_told_apart(one, other, tmp_path):
-    save(random_model(edited_module(*one)), tmp_path)
+def test_two_changed_models_with_the_same_tensors_are_told_apart(tmp_path):
+    save(hacked_model("ALiBi"), tmp_path)
     with pytest.raises(ValueError):
-        load(edited_module(*other).GPT, tmp_path)
-
-
-def test_weights_that_another_program_has_changed_are_no_other_model(tmp_path):
-    """Every other program writes them without our metadata."""
-    model = hacked_model("erf form of GELU")
-    save(model, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = 2.5
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert load(type(model), tmp_path).h[1].mlp.c_fc.weight[5, 3] == 2.5
+        load(edited_module((MASK, f"        return mask & ({DISTANCE} < 5)\n")).GPT, tmp_path)
 
 
 def test_shared_blocks_are_stored_once(tmp_path):
@@ -447,15 +368,10 @@ def run(trained, tmp_path, train_here, monkeypatch):
         monkeypatch.setattr(scripts.train, "keep_freed_memory", lambda: None)
         name = getattr(scripts, script).__name__
         process = run_here(f"{name}.py", *flags, cwd=tmp_path)
-        error = process.stderr.decode()
-        assert process.returncode == code, error
-        if code:
-            assert error.count("\n") == 1
-            gc.unfreeze()
-            gc.collect()  # what the error keeps, such as the lock of the directory
-            return error
-        assert "other logits" not in error
-        return process.stdout.decode()
+        assert process.returncode == code, process.stderr.decode()
+        gc.unfreeze()
+        gc.collect()  # what an error keeps, such as the lock of the directory
+        return (process.stderr if code else process.stdout).decode()
 
     return run
 
@@ -467,7 +383,7 @@ RESUME = ["--out_dir=out/mine", "--resume"]
 RUNS = [name for name in HACKS if "erf" not in name]  # which is too near after 6 steps
 
 
-@pytest.mark.parametrize("name", some(RUNS, ("moe", "gate", "no dropout")))
+@pytest.mark.parametrize("name", some(RUNS, ("moe", "gate", "z-loss")))
 def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     hack = HACKS[name]
     flags = [*TRAIN, *(f"--{field}={value}" for field, value in hack.sizes.items())]
@@ -496,25 +412,16 @@ def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
 @pytest.mark.parametrize("name", ["second head", "moe"])
 def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, tmp_path):
     """Not in the loss, which is compared with the validation loss."""
-
-    def train(*flags):
-        output = run(HACKS[name].changes, "train", *TRAIN, "--eval_interval=6", *flags)
-        log = (tmp_path / "out" / "mine" / "log.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in log], output
-
-    log, output = train()
+    output = run(HACKS[name].changes, "train", *TRAIN, "--eval_interval=6")
+    log = (tmp_path / "out" / "mine" / "log.jsonl").read_text().splitlines()
+    log = [json.loads(line) for line in log]
     (term,), steps = HACKS[name].terms, [entry for entry in log if "loss" in entry]
     assert len(steps) == 6 and all(entry[term] > 0 for entry in steps)
     assert f"{term} {steps[-1][term]:.3f}" in output
     evaluation = next(entry for entry in log if "val_loss" in entry)
     mean = sum(entry["loss"] for entry in steps) / 6
     assert term not in evaluation and evaluation["train_loss"] == pytest.approx(mean)
-    halves, _ = train("--overwrite", "--gradient_accumulation_steps=2", "--batch_size=2")
-    halves = [entry for entry in halves if "loss" in entry]
-    assert halves[0]["loss"] == pytest.approx(steps[0]["loss"], abs=1e-5)
-    if name == "second head":  # a mean over tokens, which may be split
-        for one, other in zip(steps, halves, strict=True):
-            assert other[term] == pytest.approx(one[term], abs=2e-3)
+    if name == "second head":
         assert steps[-1][term] < steps[0][term] - 0.05
 
 
@@ -525,15 +432,10 @@ def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(run, tmp_p
     weight = "    bias: bool = True", "    z_loss: float = 0.0\n    bias: bool = True"
     changes = ((old, new.replace("0.01", "self.config.z_loss")), weight)
     run((), "train", *TRAIN)
-    said = run(changes, "train", *RESUME, "--max_iters=8", "--z_loss=1e-3")
-    assert re.search(r"z_loss: .*0\.001", said)
-    said = run(changes, "train", *RESUME, "--max_iters=10", "--z_loss=0.1")
-    assert re.search(r"z_loss: .*0\.1", said) and "0.001" in said
+    said = run(changes, "train", *RESUME, "--max_iters=8", "--z_loss=0.1")
+    assert re.search(r"z_loss: .*0\.1", said)
     assert "n_head" in run(changes, "train", *RESUME, "--max_iters=12", "--n_head=4", code=1)
-    checkpoint = tmp_path / "out" / "mine" / "checkpoint-10"
-    config = json.loads((checkpoint / "config.json").read_text())
-    assert config["model_type"] == "gpt2" and config["z_loss"] == 0.1
-    load(GPT, checkpoint)
+    load(GPT, tmp_path / "out" / "mine" / "checkpoint-8")
 
 
 def test_a_deliberate_change_resumes_from_weights_of_another_model(run):
@@ -552,7 +454,6 @@ def test_a_new_parameter_that_leaves_the_logits_as_they_are_needs_no_flag(run, t
               "        self.uninitialised =")  # fmt: skip
     said = run((*GATE, frozen), "train", *RESUME, "--max_iters=8")
     assert "2 tensors are new: h.*.gate\n" in said and re.search("1 of .* are trained", said)
-    run(GATE, "sample", "out/mine/checkpoint-6", "--max_new_tokens=3")
     run(GATE, "train", *TRAIN, "--init_from=out/mine/checkpoint-6", "--out_dir=out/new")
     old, *new = [
         load_file(tmp_path / "out" / checkpoint / "model.safetensors")
@@ -577,7 +478,6 @@ def test_a_patch_is_one_idea_with_its_source_in_one_file(patch):
     table = (ROOT / "docs" / "experiments" / "README.md").read_text(encoding="utf-8")
     assert f"| [{patch.stem}]({patch.name}) | +{added} -{removed} |" in table
     subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, check=True)
-    assert patch.stem in HACKS or patch.stem == "words"
 
 
 @SLOW
