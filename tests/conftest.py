@@ -1,11 +1,11 @@
 """What several test files use: the scripts as a user runs them, and a small trained run."""
 
 import contextlib
-import functools
 import importlib
 import io
-import json
+import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -48,54 +48,23 @@ def pytest_collection_modifyitems(items):
 
 
 # A process that has imported PyTorch forks a child for each script: a start takes no seconds then.
-# The first step of an optimizer imports the compiler. A script of another copy of the project finds
-# its own modules.
-FORKS = """
-import json, os, runpy, signal, sys, traceback
-sys.path.insert(0, sys.argv[1])
-import sample, train, torch._dynamo
-ours = [name for name, module in sys.modules.items()
-        if (file := getattr(module, "__file__", None) or "").startswith(sys.argv[1] + os.sep)
-        and not file.startswith(sys.prefix + os.sep)]  # a virtual environment in the checkout
-for line in sys.stdin:
-    arguments, cwd, files = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(120)
-        os.chdir(cwd)
-        modes = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
-        for number, (file, mode) in enumerate(zip(files, modes)):
-            os.dup2(os.open(file, mode), number)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
-        if os.path.dirname(arguments[0]) != sys.argv[1]:
-            for name in ours:
-                del sys.modules[name]
-        sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
-        code = 0
-        try:
-            runpy.run_path(arguments[0], run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code
-            if isinstance(code, str):
-                print(code, file=sys.stderr)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        os._exit(1 if isinstance(code, str) else code or 0)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+# The first step of an optimizer imports the compiler.
+OURS = {"gptling", "model", "prepare", "sample", "train"}
+FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+FORKS.set_forkserver_preload(["tests.conftest", "sample", "train", "torch._dynamo"])
 
 
-@functools.cache
-def forks():
-    return subprocess.Popen(
-        [sys.executable, "-c", FORKS, ROOT],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        text=True,
-    )
+def run_in_child(arguments, cwd, files):
+    """Run a script in a process of FORKS, with its standard streams in files."""
+    os.chdir(cwd)
+    for number, file in enumerate(files):
+        os.dup2(os.open(file, os.O_RDWR | os.O_APPEND), number)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
+    sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
+    if sys.path[0] != str(ROOT):  # another copy of the project has its own modules
+        for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+            del sys.modules[name]
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 @pytest.fixture
@@ -142,10 +111,12 @@ def run_script(script, *arguments, cwd, stdin="", **environment):
         files = [Path(directory) / name for name in ("in", "out", "err")]
         for file, content in zip(files, (stdin, b"", b""), strict=True):
             file.write_bytes(content)
-        forks().stdin.write(json.dumps([arguments, str(cwd), list(map(str, files))]) + "\n")
-        forks().stdin.flush()
-        code = int(forks().stdout.readline())
-        return subprocess.CompletedProcess(arguments, code, *(f.read_bytes() for f in files[1:]))
+        child = FORKS.Process(target=run_in_child, args=(arguments, cwd, files))
+        with contextlib.chdir(ROOT):  # where the first one imports
+            child.start()
+        child.join(120)
+        output = (file.read_bytes() for file in files[1:])
+        return subprocess.CompletedProcess(arguments, child.exitcode, *output)
 
 
 def run_here(script, *arguments, cwd, stdin=""):

@@ -14,7 +14,7 @@ import torch
 
 from gptling.dataset import micro_batches
 from gptling.processes import Processes, StopSignals
-from gptling.run import list_checkpoints, step_of
+from gptling.run import list_checkpoints
 from tests.conftest import ROOT, TINY, output_of, weights
 from train import TrainConfig
 
@@ -117,19 +117,9 @@ def largest_difference(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-@pytest.mark.parametrize(
-    "batch, accumulation, processes, expected",
-    [
-        (8, 1, 1, (8, 1)),
-        (8, 1, 2, (4, 1)),
-        (4, 2, 2, (4, 1)),
-        (4, 6, 3, (4, 2)),
-        (4, 3, 2, (3, 2)),
-        (5, 2, 2, (5, 1)),
-    ],
-)
-def test_processes_share_a_step_in_micro_batches(batch, accumulation, processes, expected):
-    config = TrainConfig(batch_size=batch, gradient_accumulation_steps=accumulation)
+@pytest.mark.parametrize("processes, expected", [(1, (4, 6)), (3, (4, 2)), (4, (3, 2))])
+def test_processes_share_a_step_in_micro_batches(processes, expected):
+    config = TrainConfig(batch_size=4, gradient_accumulation_steps=6)
     assert micro_batches(config, processes) == expected
 
 
@@ -165,14 +155,6 @@ def test_two_processes_give_the_weights_of_one(here):
 
 
 @pytest.mark.slow
-def test_two_processes_share_an_evaluation(trained):
-    flags = ["--eval_only", "--init_from=out/mine", "--dataset=mine", "--batch_size=2"]
-    one = output_of("train.py", *flags, cwd=trained)
-    for more in ([], ["--fsdp"]):
-        assert one in finish(torchrun(ROOT / "train.py", *flags, *more, cwd=trained))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("changed", [False, True])
 def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here, changed):
     where = {"cwd": here, "FLOAT64": "1"} | ({"CHANGED": "1"} if changed else {})
@@ -187,37 +169,28 @@ def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here
         assert "2 processes" in finish(process)
     one = weights(here / "out" / "one")
     assert all(tensor.dtype == torch.float64 for tensor in one.values())
-    batches = {"one": 20, "accumulated": 40, "ddp": 20, "fsdp": 20}  # of the first process
-    assert one.pop("transformer.batches", 20) == batches["one"]
-    for name in ("accumulated", "ddp", "fsdp"):
+    assert one.pop("transformer.batches", 20) == 20
+    for name, batches in (("accumulated", 40), ("ddp", 20), ("fsdp", 20)):  # the first process's
         other = weights(here / "out" / name)
-        assert other.pop("transformer.batches", batches[name]) == batches[name]
+        assert other.pop("transformer.batches", batches) == batches
         assert largest_difference(one, other) < 1e-12, name
         assert_close(losses(here / "out" / "one"), losses(here / "out" / name), 1e-12)
     assert len(losses(here / "out" / "one")[2]) == (20 if changed else 0)
 
 
 @pytest.mark.slow
-def test_a_run_moves_between_one_process_ddp_and_fsdp(trained, here):
+def test_a_run_moves_between_fsdp_one_process_and_ddp(here):
     """In float32, with the checkpoints of each opened by the next."""
-    output_of("train.py", *FLAGS, "--max_iters=40", "--out_dir=out/one", cwd=here)
-    run = here / "out" / "moved"
-    arguments = ["--out_dir=out/moved", "--keep_last=9"]
-    for step, two, more in (
-        (10, True, ["--fsdp=True"]),
-        (20, False, ["--fsdp=False"]),
-        (30, True, []),
-        (40, True, ["--fsdp=True"]),
-    ):
-        # Each part trains to its end, of which what is beyond `step` is taken away.
-        flags = [*arguments, *more, *([*FLAGS, "--max_iters=40"] if step == 10 else ["--resume"])]
-        if two:
-            finish(torchrun(ROOT / "train.py", *flags, cwd=here))
-        else:
-            output_of("train.py", *flags, cwd=here)
-        for path in list_checkpoints(run):
-            if step_of(path) > step and step < 40:
-                shutil.rmtree(path)
+    output_of("train.py", *FLAGS, "--max_iters=30", "--out_dir=out/one", cwd=here)
+    run, flags = here / "out" / "moved", ["--out_dir=out/moved", "--keep_last=9"]
+    # Each part trains to its end. The next one starts from an earlier checkpoint.
+    two = [*FLAGS, *flags, "--max_iters=30", "--fsdp"]
+    finish(torchrun(ROOT / "train.py", *two, cwd=here))
+    for name in ("checkpoint-20", "checkpoint-30"):
+        shutil.rmtree(run / name)
+    output_of("train.py", *flags, "--resume", "--fsdp=False", cwd=here)
+    shutil.rmtree(run / "checkpoint-30")
+    finish(torchrun(ROOT / "train.py", *flags, "--resume", cwd=here))
     assert_close(losses(here / "out" / "one"), losses(run), 1e-5)
 
 
@@ -238,21 +211,18 @@ def test_three_processes_that_resume_equal_three_that_did_not_stop(here, more):
 
 
 @pytest.mark.slow
-def test_torchrun_that_is_stopped_saves_and_goes_on(here):
+def test_torchrun_that_is_stopped_saves_a_checkpoint(here):
     run = here / "out" / "run"
     arguments = [*FLAGS, "--max_iters=100000", "--eval_interval=100000", "--out_dir=out/run"]
     process = torchrun(ROOT / "train.py", *arguments, cwd=here)
-    deadline = time.monotonic() + 100
     while not (run / "log.jsonl").exists() or "loss" not in (run / "log.jsonl").read_text():
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     stopped = re.search(r"Stopped at step (\d+).\nNext: torchrun .* --out_dir=out/run", output)
     assert stopped and output.count("Stopped at step") == 1
     assert list_checkpoints(run)[-1].name == f"checkpoint-{stopped[1]}"
-    flags = ["--out_dir=out/run", "--resume", f"--max_iters={int(stopped[1]) + 5}"]
-    output_of("train.py", *flags, cwd=here)
 
 
 @pytest.mark.slow
@@ -281,23 +251,20 @@ def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
 
 @pytest.mark.slow
 def test_the_quick_start_runs_sharded_with_muon(here):
-    """As one process does, but for rounding; its checkpoint goes on in one."""
+    """As one process does, but for rounding."""
     flags = ["--max_iters=6", "--eval_interval=3", "--dtype=float32", "--log_interval=1"]
     output_of("train.py", *flags, "--out_dir=out/one", cwd=here)
     finish(torchrun(ROOT / "train.py", *flags, "--fsdp", "--out_dir=out/two", cwd=here))
     assert_close(losses(here / "out/one"), losses(here / "out/two"), 1e-3)
     assert largest_difference(weights(here / "out/one", 6), weights(here / "out/two", 6)) < 1e-3
-    resume = ["--out_dir=out/two", "--resume", "--fsdp=False", "--max_iters=8"]
-    output_of("train.py", *resume, cwd=here)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["--batch_size=5", "--dataset=nix"])
-def test_a_mistake_is_one_line_which_every_process_may_print(here, mistake):
-    process = torchrun(ROOT / "train.py", *FLAGS, mistake, cwd=here)
+def test_a_mistake_is_one_line_which_every_process_may_print(here):
+    process = torchrun(ROOT / "train.py", *FLAGS, "--dataset=nix", cwd=here)
     output, _ = process.communicate(timeout=60)
     lines = {line for line in output.splitlines() if "train.py: error:" in line}
     assert process.returncode != 0 and len(lines) == 1, output
-    assert mistake.replace("--dataset=", "data/") in lines.pop()
+    assert "data/nix" in lines.pop()
     assert 'train.py", line' not in output  # no traceback of ours
     assert not (here / "out").exists()
