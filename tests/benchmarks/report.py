@@ -4,15 +4,12 @@ import json
 import os
 import platform
 import re
+import resource
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not installed
@@ -26,9 +23,7 @@ def machine() -> str:
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
-        flags = next((x.split() for x in lines if x.startswith("flags")), [])
-        kinds = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512f": "AVX-512"}
-        name += f" ({next((kinds[flag] for flag in kinds if flag in flags), 'AVX2 or less')})"
+    name += f" ({torch.backends.cpu.get_cpu_capability()})"
     if torch.cuda.is_available():
         name += f", {torch.cuda.get_device_name()}"
     versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}"
@@ -43,6 +38,16 @@ def dtypes() -> list[str]:
 
     native = torch.cuda.is_available() or has_fast_matmul(torch.bfloat16)
     return ["float32", "bfloat16"] if native else ["float32"]
+
+
+def main(worker: Callable[[dict], None], parts: dict[str, Callable[[int], None]]):
+    """Measure one case in this process, or the parts that the command line names, or all."""
+    if "--worker" in sys.argv:
+        return worker(json.loads(sys.argv[-1]))
+    print(machine())
+    repetitions = next((int(word) for word in sys.argv[1:] if word.isdigit()), 3)
+    for name in [word for word in sys.argv[1:] if not word.isdigit()] or parts:
+        parts[name](repetitions)
 
 
 def in_turns(script: str, cases: dict[str, dict], repetitions: int) -> dict[str, list[dict]]:
@@ -64,10 +69,8 @@ def in_turns(script: str, cases: dict[str, dict], repetitions: int) -> dict[str,
 
 
 def peak_megabytes(children: bool = False) -> float:
-    """The most memory that this process, or one it has waited for, has held; NaN on Windows. On
-    Linux getrusage begins at what the process that started it held, but /proc does not."""
-    if resource is None:
-        return float("nan")
+    """The most memory that this process, or one it has waited for, has held. On Linux
+    getrusage begins at what the process that started it held, but /proc does not."""
     status = Path("/proc/self/status")
     if not children and status.exists():
         return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) * 1024 / 1e6

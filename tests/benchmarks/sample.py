@@ -9,12 +9,13 @@ Weights are random. The rows of transformers and CTranslate2 need pip install -e
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
-from report import dtypes, in_turns, machine, spread, table
+import torch
+from report import dtypes, in_turns, main, spread, table
 
 SIZES = {
     "0.8 M": dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128),
@@ -22,170 +23,133 @@ SIZES = {
 }
 
 
+def gptling(case: dict, model, idx):
+    """Return a function that draws n tokens; likewise below."""
+    from gptling.decoding import speed_up
+
+    with torch.inference_mode():
+        model = speed_up(model, case.get("compile", False), rows=len(idx))
+    generators = [torch.Generator(idx.device).manual_seed(i) for i in range(len(idx))]
+    options = {"temperature": 0.8, "top_k": 200, "generator": generators}
+
+    @torch.inference_mode()
+    def generate(n):
+        for token in model.generate(idx, n, **options):
+            token.tolist()
+
+    return generate
+
+
+def transformers(case: dict, model, idx):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2_config = GPT2Config(
+        vocab_size=model.config.vocab_size, n_positions=model.config.block_size,
+        n_embd=model.config.n_embd, n_layer=model.config.n_layer, n_head=model.config.n_head,
+        bos_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    peer = GPT2LMHeadModel(gpt2_config).eval().to(idx.device, model.wte.weight.dtype)
+    options = {"do_sample": True, "top_k": min(200, model.config.vocab_size), "temperature": 0.8}
+    options |= {"pad_token_id": 0, "attention_mask": torch.ones_like(idx)}
+    return lambda n: peer.generate(idx, max_new_tokens=n, min_new_tokens=n, **options)
+
+
+def ctranslate2(case: dict, model, idx):
+    import ctranslate2
+    import tiktoken
+
+    from gptling.gpt2_format import save
+    from gptling.tokenizers import tokenizer_to_json
+
+    with tempfile.TemporaryDirectory() as directory:
+        save(model, f"{directory}/hf", tokenizer_to_json(tiktoken.get_encoding("gpt2")))
+        converter = ctranslate2.converters.TransformersConverter(f"{directory}/hf")
+        converter.convert(f"{directory}/ct2", quantization=case["dtype"])
+        vocabulary = json.loads(Path(f"{directory}/ct2/vocabulary.json").read_text())
+        threads = torch.get_num_threads()
+        generator = ctranslate2.Generator(f"{directory}/ct2", intra_threads=threads)
+    prompt = [vocabulary[i] for i in idx[0].tolist()]
+    options = {"sampling_topk": 200, "sampling_temperature": 0.8}
+    return lambda n: generator.generate_batch([prompt], max_length=n, min_length=n, **options)
+
+
 def worker(case: dict):
     """Draw texts; prints seconds to the first token and tokens per second after it as JSON."""
-    import torch
-
     from model import GPT, GPTConfig
 
     torch.manual_seed(0)
-    config = GPTConfig(**SIZES[case["size"]])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, case["dtype"])
+    config, device = (
+        GPTConfig(**SIZES[case["size"]]),
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
+    model = GPT(config).eval().to(device, getattr(torch, case["dtype"]))
     B, n = case.get("batch", 1), case["tokens"]
     idx = torch.randint(config.vocab_size, (B, case["prompt"]), device=device)
-    drawn = []  # when each token of all rows was there
-
-    if case["who"] == "gptling":
-        from gptling.decoding import speed_up
-
-        model = speed_up(GPT(config).eval().to(device, dtype), case.get("compile", False))
-        generators = [torch.Generator(device).manual_seed(i) for i in range(B)]
-
-        @torch.inference_mode()
-        def generate():
-            options = {"temperature": 0.8, "top_k": 200, "generator": generators}
-            for token in model.generate(idx, n, **options):
-                token.tolist()
-                drawn.append(time.perf_counter())
-    elif case["who"] == "transformers":
-        from transformers import GPT2Config, GPT2LMHeadModel
-        from transformers.generation.streamers import BaseStreamer
-
-        gpt2_config = GPT2Config(
-            vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd,
-            n_layer=config.n_layer, n_head=config.n_head, bos_token_id=0, eos_token_id=None,
-        )  # fmt: skip
-        model = GPT2LMHeadModel(gpt2_config).eval().to(device, dtype)
-
-        class Clock(BaseStreamer):
-            def put(self, value):
-                drawn.append(time.perf_counter())
-
-            def end(self):
-                pass
-
-        def generate():
-            top_k = min(200, config.vocab_size)
-            options = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": True, "top_k": top_k}
-            options |= {"temperature": 0.8, "pad_token_id": 0}
-            clock = Clock() if B == 1 else None  # its streamers take one row
-            mask = torch.ones_like(idx)
-            model.generate(idx, attention_mask=mask, streamer=clock, **options)
-            if clock:
-                drawn.pop(0)  # the prompt
-            else:
-                drawn.extend([start, time.perf_counter()])  # no time to the first
-    else:
-        import ctranslate2
-        import tiktoken
-
-        from gptling.gpt2_format import save
-        from gptling.tokenizers import tokenizer_to_json
-
-        with tempfile.TemporaryDirectory() as directory:
-            gpt2 = tokenizer_to_json(tiktoken.get_encoding("gpt2"))
-            save(GPT(config), f"{directory}/hf", gpt2)
-            converter = ctranslate2.converters.TransformersConverter(f"{directory}/hf")
-            converter.convert(f"{directory}/ct2", quantization=case["dtype"])
-            vocabulary = json.loads(Path(f"{directory}/ct2/vocabulary.json").read_text())
-            threads = torch.get_num_threads()
-            generator = ctranslate2.Generator(f"{directory}/ct2", intra_threads=threads)
-        prompt = [vocabulary[i] for i in idx[0].tolist()]
-
-        def generate():
-            options = {"max_length": n, "min_length": n, "sampling_topk": 200}
-            for _ in generator.generate_tokens(prompt, sampling_temperature=0.8, **options):
-                drawn.append(time.perf_counter())
-
     start = time.perf_counter()
-    generate()  # compiles, and warms up
-    warm_up = time.perf_counter() - start
-    first, rate = [], []
-    for _ in range(3):
-        drawn.clear()
+    peers = {peer.__name__: peer for peer in (gptling, transformers, ctranslate2)}
+    generate = peers[case["who"]](case, model, idx)
+    generate(n)  # compiles, and warms up
+    result = {"ready": time.perf_counter() - start}
+    seconds = {1: [], n: []}
+    for tokens in [1, n] * 3:
         start = time.perf_counter()
-        generate()
-        first.append(drawn[0] - start)
-        if B == 1:
-            rate.append((len(drawn) - 1) / (drawn[-1] - drawn[0]))
-        else:  # with the prompts: the peer tells no single tokens
-            rate.append(B * n / (drawn[-1] - start))
-    result = {"first": statistics.median(first), "rate": statistics.median(rate)}
-    print(json.dumps(result | {"warm_up": warm_up}))
+        generate(tokens)
+        seconds[tokens].append(time.perf_counter() - start)
+    first, whole = map(statistics.median, seconds.values())
+    print(json.dumps(result | {"first": first, "rate": B * (n - 1) / (whole - first)}))
 
 
-def compare(title: str, cases: dict[str, dict], repetitions: int, base: dict[str, str]):
-    """A table of cases; `base` names the case that each is compared with."""
+def compare(title: str, repetitions: int, cases: dict[str, dict], **common):
+    """A table of cases, each against the first."""
+    cases = {name: {"who": "gptling"} | common | case for name, case in cases.items()}
     results = in_turns(__file__, cases, repetitions)
-    rows = []
+    rows, base = [], results.get(next(iter(cases)), [])
     for name, found in results.items():
-        other = results.get(base.get(name, ""), [])
-        ratio = [a["rate"] / b["rate"] for a, b in zip(found, other, strict=False)]
-        first = [1000 * a["first"] for a in found]
-        cells = [spread([a["rate"] for a in found]), spread(ratio, 2) if ratio else ""]
-        cells += [spread(first) if all(first) else "", spread([a["warm_up"] for a in found], 1)]
+        rate = [a["rate"] for a in found]
+        ratio = [a / b["rate"] for a, b in zip(rate, base, strict=False)]
+        first, ready = [1000 * a["first"] for a in found], [a["ready"] for a in found]
+        cells = [spread(rate), spread(ratio, 2) if ratio else "", spread(first), spread(ready, 1)]
         rows.append([name, *cells])
-    header = ["", "tokens/s", "against its base", "ms to the first token", "first call, s"]
+    header = ["", "tokens/s", "against the first", "ms to the first token", "ready after, s"]
     table(f"{title}; {repetitions} repetitions (median, low, high)", header, rows)
 
 
+OURS = {"gptling": {}, "gptling, --compile": {"compile": True}}
+
+
 def prompt(repetitions: int):
-    for length in (1, 512):
-        common = dict(size="124 M", prompt=length, tokens=64)
-        cases, base = {}, {}
-        for dtype in dtypes():
-            peer = f"transformers, {dtype}"
-            cases[peer] = common | dict(who="transformers", dtype=dtype)
-            for compile in (False, True):
-                name = f"gptling, {dtype}{', --compile' * compile}"
-                cases[name] = common | dict(who="gptling", dtype=dtype, compile=compile)
-                base[name] = peer
-        stored = "gptling, bfloat16, --compile"  # also where matmuls are in float32
-        cases[stored] = common | dict(who="gptling", dtype="bfloat16", compile=True)
-        base.setdefault(stored, "transformers, float32")
-        cases["CTranslate2, float32"] = common | dict(who="ctranslate2", dtype="float32")
-        compare(f"124 M, one prompt of {length}, 64 tokens", cases, repetitions, base)
+    for length, dtype in product((1, 512), dtypes()):
+        cases = {"transformers": {"who": "transformers"}} | OURS
+        if dtype == "float32":
+            cases["CTranslate2"] = {"who": "ctranslate2"}
+        title, sizes = f"124 M, {dtype}, one prompt of {length}, 64 tokens", {"prompt": length}
+        compare(title, repetitions, cases, size="124 M", tokens=64, dtype=dtype, **sizes)
 
 
 def small(repetitions: int):
-    common = dict(size="0.8 M", prompt=1, tokens=63, dtype="float32")
-    cases = {
-        "transformers": common | dict(who="transformers"),
-        "gptling": common | dict(who="gptling"),
-        "gptling, --compile": common | dict(who="gptling", compile=True),
-    }
-    base = dict.fromkeys(list(cases)[1:], "transformers")
-    compare("0.8 M, float32, 63 tokens", cases, repetitions, base)
+    cases = {"transformers": {"who": "transformers"}} | OURS
+    title, sizes = "0.8 M, float32, 63 tokens", {"prompt": 1, "tokens": 63}
+    compare(title, repetitions, cases, size="0.8 M", dtype="float32", **sizes)
 
 
 def batch(repetitions: int):
-    common = dict(size="124 M", prompt=8, tokens=64, dtype=dtypes()[-1])
     cases = {
-        "gptling, 1 prompt": common | dict(who="gptling"),
-        "gptling, 16 prompts": common | dict(who="gptling", batch=16),
-        "gptling, 16 prompts, --compile": common | dict(who="gptling", batch=16, compile=True),
-        "transformers, 16 prompts": common | dict(who="transformers", batch=16),
+        "1 prompt": {"batch": 1},
+        "16 prompts": {},
+        "16 prompts, --compile": {"compile": True},
+        "transformers, 16 prompts": {"who": "transformers"},
     }
-    base = dict.fromkeys(list(cases)[1:], "gptling, 1 prompt")
-    compare(f"124 M, {dtypes()[-1]}, prompts of 8", cases, repetitions, base)
+    title, sizes = f"124 M, {dtypes()[-1]}, prompts of 8", {"prompt": 8, "tokens": 64, "batch": 16}
+    compare(title, repetitions, cases, size="124 M", dtype=dtypes()[-1], **sizes)
 
 
 def length(repetitions: int):
-    common = dict(size="124 M", prompt=1, dtype=dtypes()[-1], who="gptling")
-    cases = {f"the first {n} tokens": common | dict(tokens=n) for n in (64, 256, 1000)}
-    base = dict.fromkeys(list(cases)[1:], "the first 64 tokens")
-    compare(f"124 M, {dtypes()[-1]}, longer texts", cases, repetitions, base)
+    cases = {f"the first {n} tokens": {"tokens": n} for n in (64, 256, 1000)}
+    title = f"124 M, {dtypes()[-1]}, longer texts"
+    compare(title, repetitions, cases, size="124 M", dtype=dtypes()[-1], prompt=1)
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        worker(json.loads(sys.argv[-1]))
-        sys.exit()
-    print(machine())
-    parts = {"prompt": prompt, "small": small, "batch": batch, "length": length}
-    repetitions = next((int(word) for word in sys.argv[1:] if word.isdigit()), 3)
     with tempfile.TemporaryDirectory() as cache:  # the first turn compiles, the others read it
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        for name in [word for word in sys.argv[1:] if not word.isdigit()] or parts:
-            parts[name](repetitions)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        main(worker, {"prompt": prompt, "small": small, "batch": batch, "length": length})

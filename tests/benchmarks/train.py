@@ -18,7 +18,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from report import ROOT, dtypes, in_turns, machine, peak_megabytes, spread, table
+from report import ROOT, dtypes, in_turns, main, peak_megabytes, spread, table
 
 SIZES = {  # GPTConfig's fields, and the sequences of a step
     "0.8 M": (dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False), 24),
@@ -96,7 +96,6 @@ def worker(case: dict):
         options = {"optimizer": case.get("optimizer", "adamw"), "dtype": case["dtype"]}
         train_config = TrainConfig(**options, learning_rate=0.01, muon_lr=0.05)
         optimizers = configure_optimizers(model, train_config, case["dtype"])
-    n = sum(p.numel() for p in model.parameters())
     compiled = torch.compile(model) if device == "cuda" else model
 
     def step():
@@ -123,32 +122,10 @@ def worker(case: dict):
     seconds = statistics.median(times)
     tokens = batch_size * config.block_size
     peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else peak_megabytes()
-    flops = 6 * n * tokens / seconds
-    print(
-        json.dumps({"ms": 1000 * seconds, "tokens": tokens / seconds, "flops": flops, "mb": peak})
-    )
-
-
-def matmul_flops() -> dict[str, float]:
-    """The highest rate of matmuls of 2048 x 2048 that this machine shows, per dtype."""
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    rates = {}
-    for dtype in dtypes():
-        a = torch.randn(2048, 2048, device=device).to(getattr(torch, dtype))
-        best = float("inf")
-        for _ in range(20):
-            start = time.perf_counter()
-            (a @ a)[0, 0].item()
-            best = min(best, time.perf_counter() - start)
-        rates[dtype] = 2 * 2048**3 / best
-    return rates
+    print(json.dumps({"ms": 1000 * seconds, "tokens": tokens / seconds, "mb": peak}))
 
 
 def speed(repetitions: int):
-    peak = matmul_flops()
-    print("matmul peak: " + ", ".join(f"{k} {v / 1e9:,.0f} GFLOP/s" for k, v in peak.items()))
     for size in SIZES:
         cases = {
             f"{who}, {dtype}": dict(who=who, size=size, dtype=dtype)
@@ -165,12 +142,11 @@ def speed(repetitions: int):
         rows = []
         for name, found in results.items():
             ratio = [a / b["ms"] for a, b in zip(base, found, strict=True)]
-            flops = [b["flops"] / peak[cases[name]["dtype"]] * 100 for b in found]
             rows.append([
                 name, spread([b["ms"] for b in found]), spread([b["tokens"] for b in found]),
-                spread(ratio, 2), spread(flops), spread([b["mb"] for b in found]),
+                spread(ratio, 2), spread([b["mb"] for b in found]),
             ])  # fmt: skip
-        header = ["ms a step", "tokens/s", "against gptling, float32", "% of peak", "peak MB"]
+        header = ["ms a step", "tokens/s", "against gptling, float32", "peak MB"]
         fields, batch_size = SIZES[size]
         T = fields.get("block_size", 1024)
         title = f"{size} parameters, {batch_size} x {T} tokens a step; {repetitions} repetitions"
@@ -178,11 +154,4 @@ def speed(repetitions: int):
 
 
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        worker(json.loads(sys.argv[-1]))
-        sys.exit()
-    print(machine())
-    parts = {"loss": time_to_loss, "speed": speed}
-    repetitions = next((int(word) for word in sys.argv[1:] if word.isdigit()), 3)
-    for name in [word for word in sys.argv[1:] if not word.isdigit()] or parts:
-        parts[name](repetitions)
+    main(worker, {"loss": time_to_loss, "speed": speed})
