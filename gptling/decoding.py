@@ -19,9 +19,6 @@ WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in
 COMPARED = 16  # tokens by which the fast model is compared with model.py
 
 
-# ---------------------------------------------------------------------------- a faster copy
-
-
 @torch.no_grad()
 def speed_up(model: nn.Module, compile=False, rows=1, padded=False) -> nn.Module:
     """Return a copy of the model for `generate` that is fast on its device and in its dtype, or the
@@ -87,9 +84,6 @@ def cached_logits(model: nn.Module, tokens: torch.Tensor, padded: bool) -> torch
         new = new.clone(memory_format=torch.contiguous_format)
         logits = model.next_logits(new, mask, cache)
     return logits
-
-
-# ---------------------------------------------------------------------------- layers
 
 
 def replace_linears(model: nn.Module, layer: type[nn.Linear], emulated=False):

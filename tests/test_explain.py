@@ -53,14 +53,13 @@ def attention_of(model, ids):
     """The formula in model.py, attention_weights, for each call of a layer that has it, with what
     the layer is given in the model's forward pass: (n_layer, n_head, T, T) in float64."""
     weights = []
-    layers = dict.fromkeys(m for m in model.modules() if hasattr(m, "attention_weights"))
-    hooks = [
-        layer.register_forward_hook(lambda layer, x, y: weights.append(layer.attention_weights(*x)))
-        for layer in layers
-    ]
-    model(torch.tensor([ids]))
-    for hook in hooks:
-        hook.remove()
+
+    def keep(layer, x, y):
+        if hasattr(layer, "attention_weights"):
+            weights.append(layer.attention_weights(*x))
+
+    with torch.nn.modules.module.register_module_forward_hook(keep):
+        model(torch.tensor([ids]))
     return torch.cat(weights).double()
 
 
@@ -68,11 +67,9 @@ def attention_of(model, ids):
 def explained(trained, tmp_path_factory):
     """A page of the tiny run, whose text fits its window; with its model and token ids."""
     page = tmp_path_factory.mktemp("explained") / "page.html"
-    page.write_text("an older page, which is replaced")
     common = ["out/mine", "--prompt", PROMPT, "--max_new_tokens=11", "--dtype=float32"]
     text = output_of("sample.py", *common, "--explain", page, cwd=trained)
-    assert text == output_of("sample.py", *common, cwd=trained)
-    path = trained / "out" / "mine" / "checkpoint-20"
+    path = trained / "out/mine/checkpoint-20"
     ids = load_tokenizer(path).encode_ordinary(text[:-1])
     return page, load_model(GPT, path), ids
 
@@ -213,21 +210,17 @@ def test_no_text_can_end_the_data_of_a_page(tmp_path):
 @pytest.fixture(scope="module")
 def browser():
     """Headless Chromium, by Selenium."""
-    pytest.importorskip("selenium", reason="no selenium: pip install -e '.[browser]'")
-    binary = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="pip install -e '.[browser]'")
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (binary and driver):
         pytest.skip("no Chromium: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-
     options = webdriver.ChromeOptions()
     options.binary_location = binary
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield chrome
-    chrome.quit()
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as chrome:
+        yield chrome
 
 
 def open_page(browser, page, width=1280):
