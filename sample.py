@@ -102,14 +102,14 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
     if T > block_size:
         print(f"the model sees the last {block_size} of {T} tokens", file=sys.stderr)
     print(file=sys.stderr)
-    padded = [[0] * (T - sample.n_prompt) + sample.ids for sample in samples]
-    idx = torch.tensor(padded, device=config.device)  # (B, T)
-    lengths = torch.tensor([[sample.n_prompt] for sample in samples], device=config.device)
-    mask = torch.arange(T, device=config.device) >= T - lengths  # (B, T), False for padding
+    padding = torch.tensor([[T - sample.n_prompt] for sample in samples])
+    mask = (torch.arange(T) >= padding).to(config.device) if padding.any() else None  # (B, T)
+    rows = [[0] * (T - sample.n_prompt) + sample.ids for sample in samples]
+    idx = torch.tensor(rows, device=config.device)  # (B, T)
     seeds = [config.seed + i % config.num_samples for i in range(len(samples))]
     generators = [torch.Generator(config.device).manual_seed(seed) for seed in seeds]
     options = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    options |= {"padding_mask": None if mask.all() else mask, "generator": generators}
+    options |= {"padding_mask": mask, "generator": generators}
     waiting, start = list(samples), time.perf_counter()
     print_in_order(waiting)
     for tokens in model.generate(idx, config.max_new_tokens, **options):

@@ -18,25 +18,16 @@ from model import GPT, GPTConfig
 from tests.conftest import output_of, run_here, run_script
 
 
-def test_newest_run_and_named_checkpoints_give_the_same_text(trained, tmp_path):
-    shutil.copytree(trained / "out", tmp_path / "out")  # without data/
-    texts = [
-        output_of("sample.py", *arguments, "--max_new_tokens=50", cwd=tmp_path)
-        for arguments in ([], ["out/mine"], ["out/mine/checkpoint-20"])
-    ]
-    assert texts[0] == texts[1] == texts[2] and len(texts[0]) >= 50
-
-
 def test_text_begins_with_the_prompt_and_standard_output_has_nothing_else(trained):
     """Standard error has a header before a blank line, and ends with the speed."""
-    arguments = ["out/mine", "--prompt", "12 green", "--max_new_tokens=30"]
+    arguments = ["out/mine", "--prompt", "12 green bottles", "--max_new_tokens=30"]
     process = run_script("sample.py", *arguments, cwd=trained)
     text, said = process.stdout.decode(), process.stderr.decode()
-    assert text.startswith("12 green") and len(text) == len("12 green") + 30 + 1
+    assert text.startswith("12 green bottles") and len(text) == 16 + 30 + 1
     speed = r"30 tokens in \d+\.\d s \([\d,]+ tokens/s\)"
     assert re.fullmatch(rf"out/mine/checkpoint-20: .* parameters; .*\n\n\n{speed}\n", said), said
     from_input = output_of("sample.py", "out/mine", "--prompt", "-", "--max_new_tokens=30",
-                           cwd=trained, stdin="12 green\n")  # fmt: skip
+                           cwd=trained, stdin="12 green bottles\n")  # fmt: skip
     assert from_input == text
 
 
@@ -108,12 +99,12 @@ def test_output_is_valid_utf8_whatever_the_locale(tmp_path):
 def test_interactive_mode_completes_one_prompt_after_another(trained):
     """The same prompt gets another text each time; an unknown character ends nothing."""
     stdin = "12 green\nü\n12 green\n\n3 green\n"
-    arguments = ["out/mine", "--max_new_tokens=40"]
+    arguments = ["out/mine", "--max_new_tokens=40", "--num_samples=2"]
     process = run_script("sample.py", *arguments, "--interactive", cwd=trained, stdin=stdin)
     assert process.returncode == 0 and "'ü'" in process.stderr.decode()
     texts = [
         output_of("sample.py", *arguments, "--prompt=12 green", f"--seed={seed}", cwd=trained)
-        for seed in (1337, 1339)
+        for seed in (1337, 1341)
     ]
     assert process.stdout.decode() == "".join(texts) and texts[0] != texts[1]
 
@@ -258,7 +249,7 @@ def test_a_compiled_step_is_the_plain_one_and_says_what_it_took(width, dtype, mo
     monkeypatch.setattr("torch.compile", compile_by("eager"))
     model = random_model(n_embd=width, n_layer=3).to(dtype)
     model.h[1] = random_model(n_embd=width, n_layer=1, n_head=4).to(dtype).h[0]
-    check_speed_up(model, True, compile=True)
+    check_speed_up(model, padded=width == 64, compile=True)
     assert capsys.readouterr().err.count("compiled in") == 1
 
 
@@ -366,15 +357,9 @@ def test_a_text_has_whole_characters_up_to_the_stop_text(text, stop):
 
 
 def test_text_is_held_back_only_while_a_stop_text_may_begin_with_it():
+    """Bytes that are no text are replaced."""
     sample, seen = Sample("A ", [1], ["END"]), []
-    for raw in (b"caf\xc3", b"\xa9 E", b"Nte EN", b"D!"):
+    for raw in (b"caf\xc3", b"\xa9\xff E", b"Nte EN", b"D!"):
         sample.feed(raw)
         seen.append(sample.unprinted)
-    assert seen == ["A caf", "A café ", "A café ENte ", "A café ENte "] and sample.ended
-
-
-def test_bytes_that_are_no_text_are_replaced():
-    sample = Sample("", [])
-    sample.feed(b"a\xff\xe4")
-    sample.feed(b"", final=True)
-    assert sample.unprinted == "a\ufffd\ufffd"
+    assert seen == ["A caf", "A café\ufffd ", *2 * ["A café\ufffd ENte "]] and sample.ended
