@@ -92,7 +92,6 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     config = tyro.cli(
         cls,
         args=[word for _, words in parsed for word in words],
-        prog=Path(sys.argv[0]).name,
         description=description.partition("References:")[0].strip(),
         use_underscores=True,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
@@ -101,8 +100,7 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
 
 
 def read_preset(name: str) -> list[str]:
-    """Return the settings in a TOML file as flags. `config/gpt2.toml` is found from any directory.
-    Raises UserError."""
+    """Return the settings of a preset as flags. config/NAME.toml is found from any directory."""
     file = Path(name) if Path(name).is_file() else CONFIG.parent / name
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8-sig"))
@@ -124,8 +122,7 @@ def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def check_numbers(config: Any):
-    """Raise ValueError for a number among the fields of a dataclass that is negative, or not what
-    PositiveInt or Fraction say."""
+    """Raise ValueError for a number that is negative, or not what PositiveInt or Fraction say."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value, lowest = getattr(config, name), 1 if "at least 1" in str(hint) else 0
         if isinstance(value, int | float) and not value >= lowest:  # which NaN is not, either

@@ -172,7 +172,7 @@ def test_a_closed_terminal_is_a_sigterm_unless_nohup_ignores_it(tmp_path, monkey
         ("prepare.py", PrepareConfig, "prepare.py [-h] [OPTIONS] [SOURCES]"),
         ("train.py", TrainConfig, "train.py [-h] [OPTIONS]"),
         ("sample.py", SampleConfig, "sample.py [-h] [OPTIONS] [RUN]"),
-        ("gptling/compare.py", CompareConfig, "compare.py [-h] [PATCHES] "),
+        ("gptling/compare.py", CompareConfig, "gptling/compare.py [-h] [PATCHES] "),
     ],
 )
 def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
@@ -180,7 +180,7 @@ def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
 ):
     source = "".join((ROOT / name).read_text("utf-8") for name in (file, "model.py"))
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("sys.argv", [str(ROOT / file)])
+    monkeypatch.setattr("sys.argv", [file])
     with pytest.raises(SystemExit) as exit:
         load(cls, sys.modules[cls.__module__].__doc__, ["--help"])
     text = " ".join(re.sub("[─-╿]|-{9,}", " ", capsys.readouterr().out).split())
