@@ -105,27 +105,26 @@ class Report:
         self.line_time, self.fastest, self.warned = -math.inf, math.inf, False
         self.loggers = open_loggers(config, self.step) if processes.is_main else {}
         bar = {"total": config.max_iters, "initial": self.step, "unit": "step", "leave": False}
-        # None: there is a bar on a terminal, and there are lines elsewhere.
-        self.bar = tqdm(**bar, disable=None if processes.is_main else True)
+        hidden = None if processes.is_main else True  # None: if there is no terminal
+        self.bar = tqdm(**bar, disable=hidden, delay=0.1)  # the header comes first
 
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
-        config, n = self.config, self.n_parameters
+        config, n, tokens = self.config, self.n_parameters, self.tokens_per_step
         part = f", {data.val_targets:,} at a time" * (data.val_targets < len(data.val) - 1)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        some = f"{trained:,} of {n:,} parameters are trained"
-        size = some if trained < n else f"{n:,} parameters"
+        size = f"{trained:,} of " * (trained < n) + f"{n:,} parameters"
         shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
-        tokens = self.tokens_per_step
         epochs = config.max_iters * tokens / data.n_tokens
         several = f", {self.processes.world_size} processes" * (self.processes.world_size > 1)
         resumed = f", from step {self.step}" * (self.step > 0)
-        self.say(
+        print(
             f"data:  {data.n_tokens:,} tokens to train on, {len(data.val):,} to validate on{part}\n"
-            f"model: {size}, {shape}, context {config.block_size}\n"
+            f"model: {size}{' are trained' * (trained < n)}, {shape}, context {config.block_size}\n"
             f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs), "
             f"saved in {config.out_dir}\n"
-            f"       {self.processes.device}, {dtype}{several}{resumed}\n"
+            f"       {self.processes.device}, {dtype}{several}{resumed}\n",
+            flush=True,
         )
 
     def seconds(self) -> float:
@@ -133,13 +132,10 @@ class Report:
         return time.perf_counter() - self.run_start
 
     def say(self, *columns: str):
-        """Print a line, above the bar if there is one."""
-        tqdm.write(" | ".join(columns))
-        sys.stdout.flush()
-
-    def label(self, step: int) -> str:
+        """Print a line that begins with the step of the last report, above the bar."""
         last = str(self.config.max_iters)
-        return f"step {step:>{len(last)}}/{last}"
+        tqdm.write(" | ".join([f"step {self.step:>{len(last)}}/{last}", *columns]))
+        sys.stdout.flush()
 
     def log(self, **entry) -> dict:
         """Write and return a line of log.jsonl."""
@@ -160,13 +156,10 @@ class Report:
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self.say(f"the run continues without {name}: {reason}")
 
-    def is_logged(self, step: int) -> bool:
-        return step % self.config.log_interval == 0 or step == self.config.max_iters
-
     def due(self, step: int) -> bool:
-        """Whether to report a step: in the log, or in a line."""
+        """Whether to report a step that is not evaluated: in the log, or in a line."""
         waited = time.perf_counter() - self.line_time
-        return self.is_logged(step) or waited >= SECONDS_BETWEEN_LINES
+        return step % self.config.log_interval == 0 or waited >= SECONDS_BETWEEN_LINES
 
     def training(self, step: int, losses: dict, norm: torch.Tensor, optimizers: list):
         """Report the losses, norm and rates of a step, and the speed since the last report."""
@@ -181,19 +174,18 @@ class Report:
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
         columns += [f"lr {rates[0]:.2e}", f"norm {numbers['norm']:.2f}"]
         columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
-        if self.progress.overflows:
-            numbers["overflows"] = self.progress.overflows
+        numbers |= {"overflows": self.progress.overflows} if self.progress.overflows else {}
         one_gpu = speed / self.processes.world_size
         if mfu := flops_utilisation(one_gpu, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
             columns.append(f"MFU {mfu:.0%}")
-        if self.is_logged(step):
+        if step % self.config.log_interval == 0 or steps_left == 0:
             self.show(self.log(step=step, **numbers))
         self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(", ".join(columns))
         waited = now - self.line_time
         if self.bar.disable and (waited >= SECONDS_BETWEEN_LINES or steps_left == 0):
-            self.say(self.label(step), *columns, f"{seconds * steps_left:,.0f} s left")
+            self.say(*columns, f"{seconds * steps_left:,.0f} s left")
             self.line_time = now
         self.fastest = min(self.fastest, seconds)
         if seconds > 5 * self.fastest and elapsed > 0.5 and not (self.gpu or self.warned):
@@ -206,13 +198,13 @@ class Report:
         self.entry = self.log(**metrics, parameters=self.n_parameters)
         losses = f"validation {metrics['val_loss']:.3f} nats per token"
         losses += f", {metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
-        self.say(self.label(metrics["step"]), losses)
+        self.say(losses)
 
     def sample(self, lines: list[str]):
         """Print lines of the model's text, and give the evaluation to the loggers."""
         self.show(self.entry)
         for line in lines:
-            self.say(" " * len(self.label(0)), line)
+            self.say(line)
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def close(self, stopped: bool, seconds: float):

@@ -4,11 +4,13 @@ import json
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from gptling.report import Report, draw_curves, sample_lines
+from gptling.report import Report, draw_curves
 from gptling.run import Progress
+from gptling.tokenizers import load_tokenizer
 from model import GPT, GPTConfig
 from tests.conftest import TINY, one_process, output_of, run_here, small
 
@@ -25,10 +27,36 @@ def report_of(out_dir, model=None, processes=None, step=0, **settings):
     return Report(config, processes or one_process(), Progress(step=step), model)
 
 
+def test_a_run_prints_what_it_trains_and_its_evaluations(here):
+    """Each with a text that continues the validation text, after its first four words."""
+    flags = ["--dataset=mine", *TINY, "--eval_interval=5", "--eval_tokens=160"]
+    lines = output_of("train.py", *flags, cwd=here).splitlines()
+    meta = json.loads((here / "data/mine/meta.json").read_text())
+    train, n_val = (meta[split]["tokens"] for split in ("train", "val"))
+    n = sum(p.numel() for p in GPT(GPTConfig(16, 26, 2, 2, 16, bias=False)).parameters())
+    assert lines[:5] == [
+        f"data:  {train:,} tokens to train on, {n_val:,} to validate on, 160 at a time",
+        f"model: {n:,} parameters, 2 layers, 2 heads, width 16, context 16",
+        f"run:   20 steps of 64 tokens ({20 * 64 / train:.1f} epochs), saved in out/mine",
+        "       cpu, float32",
+        "",
+    ]
+    evaluations = [entry for entry in read_log(here / "out/mine") if "val_loss" in entry]
+    losses = [entry["val_loss"] for entry in evaluations]
+    val = np.load(here / "data/mine/val.npy")[:99].tolist()
+    words = load_tokenizer(here / "data/mine").decode(val).split()[:4]
+    for i, entry in enumerate(evaluations):
+        label = f"step {entry['step']:>2}/20 | "
+        line = f"{label}validation {losses[i]:.3f} nats per token, {entry['bits_per_byte']:.3f}"
+        line += " bits per byte" + " (best)" * (losses[i] == min(losses[: i + 1]))
+        sample = lines[lines.index(line) + 1]
+        assert sample.startswith(f"{label}{' '.join(words)} | ")
+    assert len(losses) == 4
+
+
 def test_tensorboard_and_a_picture_show_what_the_log_says(here, monkeypatch):
     pytest.importorskip("tensorboard", reason="TensorBoard's files: pip install tensorboard")
     pytest.importorskip("matplotlib", reason="loss.png: pip install matplotlib")
-    from PIL import Image  # matplotlib brings it
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flags = ["--dataset=mine", *TINY, "--curves=True", "--optimizer=muon", "--log_interval=5"]
@@ -47,13 +75,12 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here, monkeypatch):
         assert [v for _, v in shown] == pytest.approx([v for _, v in expected], rel=1e-6)
     seconds = [entry["seconds"] for entry in log]  # since the start, over both sessions
     assert len(seconds) == 6 + 3 and seconds == sorted(seconds) and 0 < seconds[0] < 60
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     titles = []
     monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, title: titles.append(title))
     draw_curves(run)
     loss, step = min((entry["val_loss"], entry["step"]) for entry in log if "val_loss" in entry)
     assert titles == [f"mine: best {loss:.4f} at step {step}"]
-    with Image.open(run / "loss.png") as picture:
-        assert picture.size == (960, 600) and len(picture.convert("RGB").getcolors(1 << 20)) > 50
 
 
 @pytest.mark.slow
@@ -83,28 +110,8 @@ def test_an_optional_package_that_fails_does_not_end_the_run(here, monkeypatch, 
         assert process.returncode == 0, process.stderr
         said = [s for s in process.stdout.decode().splitlines() if "continues without" in s]
         assert len(said) == (3 if installed else 1)
-        assert "the run continues without wandb: SystemError: built for another numpy" in said
+        assert said[-1].endswith("without wandb: SystemError: built for another numpy")
     assert checkpoint_is_there == [True] * 3  # wandb, the picture, wandb
-
-
-def test_the_first_lines_say_what_is_trained_on_what(tmp_path, capsys):
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    n = sum(p.numel() for p in model.parameters())
-    data = SimpleNamespace(n_tokens=12_800, val=[0] * 2000, val_targets=500)
-    sizes = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 4, "max_iters": 1000}
-    sizes |= {"batch_size": 4, "gradient_accumulation_steps": 2}
-    some = f"4 of {n} parameters are trained"
-    for step, trained, rest in ((0, f"{n} parameters", ""), (7, some, ", from step 7")):
-        report_of(tmp_path, model, step=step, **sizes).header(model, data, "float32")
-        assert capsys.readouterr().out.splitlines() == [
-            "data:  12,800 tokens to train on, 2,000 to validate on, 500 at a time",
-            f"model: {trained}, 1 layers, 2 heads, width 4, context 8",
-            f"run:   1,000 steps of 64 tokens (5.0 epochs), saved in {tmp_path}",
-            f"       cpu, float32{rest}",
-            "",
-        ]
-        model.requires_grad_(False)
-        model.ln_f.weight.requires_grad_()
 
 
 def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatch):
@@ -130,37 +137,11 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
     assert lines_of(105, 9.9) == lines_of(110, 0.05) == []
     assert lines_of(115, 5.0) == [f"step  115/1007 {start} | 1000 ms | 128 tokens/s | 892 s left"]
     assert lines_of(120, 9.0) == []
-    assert lines_of(130, 9.0 * 10)[1:] == [
-        "steps take 9 times as long as the fastest: if the machine is busy, resume with "
-        "GOMP_SPINCOUNT=1000 set"
-    ]
+    assert "steps take 9 times as long as the fastest" in lines_of(130, 9.0 * 10)[1]
     assert len(lines_of(140, 9.0 * 20)) == 1
     log = read_log(tmp_path)
     assert [entry["step"] for entry in log] == [100, 110, 120, 130, 140]
     assert log[0]["ms"] == 2000 and log[0]["tokens_per_s"] == 64
-
-
-def test_an_evaluation_is_a_line_and_a_sample_continues_the_validation_text(
-    trained, tmp_path, capsys
-):
-    from gptling.dataset import Dataset
-
-    report = report_of(tmp_path, max_iters=20)
-    for best in (True, False):
-        report.evaluation(dict(step=5, train_loss=2.0, val_loss=1, bits_per_byte=0.5), best)
-        line = "step  5/20 | validation 1.000 nats per token, 0.500 bits per byte"
-        assert capsys.readouterr().out == line + " (best)" * best + "\n"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(trained)
-        data = Dataset("mine", 16)
-    model = GPT(GPTConfig(64, data.tokenizer.n_vocab, 1, 2, 4))
-    lines = sample_lines(model, data, 0, one_process())
-    words, text = lines[0].split(" | ")
-    start = " ".join(data.tokenizer.decode(data.val[:200].tolist()).split())
-    assert start.startswith(words + " ") and len(words.split()) == 4 and text and len(lines) <= 2
-    assert model.training and lines == sample_lines(model, data, 0, one_process())
-    report.sample(lines)
-    assert capsys.readouterr().out.splitlines() == [f"{'':10} | {line}" for line in lines]
 
 
 def test_the_last_lines_can_be_pasted(tmp_path, capsys):
