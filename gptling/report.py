@@ -44,8 +44,7 @@ def draw_curves(out_dir: Path):
     """Write out_dir/loss.png from log.jsonl: the losses over the steps, the best one marked."""
     from matplotlib.figure import Figure  # without pyplot no window is opened
 
-    with (out_dir / "log.jsonl").open(encoding="utf-8") as lines:
-        entries = [json.loads(line) for line in lines]
+    entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     train = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
     val = [(entry["step"], entry["val_loss"]) for entry in entries if "val_loss" in entry]
     best, step = min((loss, step) for step, loss in val)
@@ -142,8 +141,8 @@ class Report:
         entry["seconds"] = round(self.seconds(), 3)
         if self.processes.is_main:
             log_file = Path(self.config.out_dir) / "log.jsonl"
-            with log_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            with log_file.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
         return entry
 
     def show(self, entry: dict):
@@ -175,8 +174,7 @@ class Report:
         columns += [f"lr {rates[0]:.2e}", f"norm {numbers['norm']:.2f}"]
         columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
         numbers |= {"overflows": self.progress.overflows} if self.progress.overflows else {}
-        one_gpu = speed / self.processes.world_size
-        if mfu := flops_utilisation(one_gpu, self.n_parameters, self.gpu):
+        if mfu := flops_utilisation(speed / self.processes.world_size, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
             columns.append(f"MFU {mfu:.0%}")
         if step % self.config.log_interval == 0 or steps_left == 0:

@@ -30,7 +30,8 @@ def report_of(out_dir, model=None, processes=None, step=0, **settings):
 def test_a_run_prints_what_it_trains_and_its_evaluations(here):
     """Each with a text that continues the validation text, after its first four words."""
     flags = ["--dataset=mine", *TINY, "--eval_interval=5", "--eval_tokens=160"]
-    lines = output_of("train.py", *flags, cwd=here).splitlines()
+    output = output_of("train.py", *flags, cwd=here)
+    lines = output.split("\n")
     meta = json.loads((here / "data/mine/meta.json").read_text())
     train, n_val = (meta[split]["tokens"] for split in ("train", "val"))
     n = sum(p.numel() for p in GPT(GPTConfig(16, 26, 2, 2, 16, bias=False)).parameters())
@@ -51,7 +52,8 @@ def test_a_run_prints_what_it_trains_and_its_evaluations(here):
         line += " bits per byte" + " (best)" * (losses[i] == min(losses[: i + 1]))
         sample = lines[lines.index(line) + 1]
         assert sample.startswith(f"{label}{' '.join(words)} | ")
-    assert len(losses) == 4
+    assert len(losses) == 4 and "\r" not in output
+    assert [line[:10] for line in lines if "tokens/s" in line] == ["step  1/20", "step 20/20"]
 
 
 def test_tensorboard_and_a_picture_show_what_the_log_says(here, monkeypatch):

@@ -248,16 +248,6 @@ def test_a_run_makes_exactly_max_iters_steps_and_checkpoints(trained):
     assert {"loss", "lr", "norm", "ms", "tokens_per_s"} <= set(log[0])
 
 
-def test_output_without_a_terminal_is_plain_lines(here):
-    """Of the first step and the last one, and each evaluation."""
-    flags = ["--log_interval=1", "--max_iters=12", "--eval_interval=6"]
-    output = output_of("train.py", *MINE, *flags, cwd=here)
-    lines = output.splitlines()
-    assert [line[:10] for line in lines if "tokens/s" in line] == ["step  1/12", "step 12/12"]
-    assert [line[:10] for line in lines if "validation" in line] == ["step  6/12", "step 12/12"]
-    assert "\r" not in output and sum(line.startswith(" " * 11 + "| ") for line in lines) >= 2
-
-
 def test_accumulation_logs_the_loss_and_norm_of_the_whole_batch_and_no_clipping_changes_nothing(
     here, train_here
 ):
