@@ -111,7 +111,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
 
 
 # A flag that changes one of these would make it a different run: resuming refuses it.
-FIXED = {"init_from", "optimizer", "seed", "vocab_multiple", "block_size"}
+FIXED = {"init_from", "optimizer", "seed", "vocab_multiple", "block_size", "bias"}
 
 # The values of planned fields in a run of --max_iters. Its rates follow from the width.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
