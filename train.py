@@ -37,7 +37,7 @@ from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, us
 from gptling.files import UserError
 from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
-from gptling.plan import STARTED, choose_rates, eval_part, fill_in, plan_run
+from gptling.plan import STARTED, eval_part, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, print_uninitialised, take_sizes
 from gptling.processes import Processes, StopSignals, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
@@ -222,7 +222,6 @@ def main():
         plan_run(config, longest, partial(set_up, source=source, processes=processes), processes)
     elif not state:
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
-        choose_rates(config)
     if config.warmup_iters > config.max_iters:
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
 

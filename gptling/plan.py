@@ -30,21 +30,19 @@ SAVING, SAVING_PER_PARAMETER = 1.0, 1e-7  # seconds of a checkpoint and its samp
 
 
 def fill_in(config, values: dict):
-    """Set those fields of train.py's configuration that are None."""
-    vars(config).update({k: v for k, v in values.items() if getattr(config, k, 0) is None})
-
-
-def choose_rates(config):
-    """Set the rates and the warm-up that are None. Wide models need lower rates, and a model that
-    is trained already (init_from) a tenth. AdamW has lower ones if it trains the matrices, too."""
+    """Set those fields of train.py's configuration that are None: to these values, and the rates
+    and the warm-up to what fits them. Wide models need lower rates, and a model that is trained
+    already (init_from) a tenth. AdamW has lower ones if it trains the matrices, too."""
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    vars(config).update(values | given)
     width, tenth = config.n_embd, 1 if config.init_from == "scratch" else 10
     rate = 0.01 * min(1, 192 / width)
     if config.optimizer == "adamw":
         rate = 0.001 * math.sqrt(256 / width)
-    muon_lr = 0.05 * min(1, math.sqrt(128 / width))
-    fill_in(config, {"learning_rate": rate / tenth, "muon_lr": muon_lr / tenth})
-    steps = math.ceil(config.max_iters / 50)
-    fill_in(config, {"min_lr": config.learning_rate / 100, "warmup_iters": steps})
+    rates = {"learning_rate": rate / tenth, "warmup_iters": math.ceil(config.max_iters / 50)}
+    rates["muon_lr"] = 0.05 * min(1, math.sqrt(128 / width)) / tenth
+    rates["min_lr"] = (rates | given)["learning_rate"] / 100
+    vars(config).update(rates | given)
 
 
 def eval_part(fields: dict) -> int:
@@ -185,8 +183,7 @@ class Planner:
     def time_step(self, fields: dict) -> float:
         """Return the mean seconds of a step on random tokens: of 20 at most, after the first."""
         candidate = copy.copy(self.config)
-        vars(candidate).update(fields, max_iters=1)
-        choose_rates(candidate)
+        fill_in(candidate, fields | {"max_iters": 1})
         batch_size, micro_steps = micro_batches(candidate, self.processes.world_size)
         idx = torch.randint(self.vocab_size, (batch_size, candidate.block_size))
         idx = self.processes.to_device(idx)
@@ -219,7 +216,6 @@ def plan_run(config, longest: float, set_up, processes):
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())
-    choose_rates(config)
     muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""
     ends = "; it ends before it overfits" * (config.max_iters >= planner.max_steps(vars(config)))
     print(

@@ -85,12 +85,11 @@ def one_process():
 
 def small(**settings):
     """train.py's configuration in a run of --max_iters, with nothing left to plan."""
-    from gptling.plan import choose_rates, fill_in
+    from gptling.plan import fill_in
     from train import SMALL, TrainConfig
 
     config = TrainConfig(**settings)
     fill_in(config, SMALL)
-    choose_rates(config)
     return config
 
 

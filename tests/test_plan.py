@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gptling.plan
-from gptling.plan import SHAPES, Planner, choose_rates, eval_part, fill_in, tokens_per_step
+from gptling.plan import SHAPES, Planner, eval_part, fill_in, tokens_per_step
 from tests.conftest import ROOT, one_process, run_here, run_script
 from tests.test_processes import finish, torchrun
 from train import TrainConfig, set_up
@@ -41,7 +41,6 @@ class Simulator(Planner):
 
     def plan(self):
         fill_in(self.config, super().plan())
-        choose_rates(self.config)
         return vars(self.config)
 
     def seconds_left(self):
