@@ -32,7 +32,7 @@ import torch
 from tyro.conf import Suppress
 
 from gptling.cli import Fraction, Planned, PositiveInt, check_numbers, load, run
-from gptling.dataset import Dataset, micro_batches, tokens_per_step
+from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import UserError
 from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
@@ -135,9 +135,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32") -> list:
     """Return [AdamW], or with "muon" [AdamW, Muon]. Muon updates the matrices inside the blocks,
-    and parameters of three dimensions as stacks of matrices. AdamW updates the rest, embeddings
-    too. Only matrices decay. lr_scale: times learning_rate; dtype: of matmuls, Muon's if bfloat16.
-    """
+    and stacks of them. AdamW updates the rest, embeddings too. Only matrices decay. lr_scale: times
+    learning_rate; dtype: of matmuls, Muon's if it is bfloat16."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     matrices = {p for p in model.h.parameters() if p.dim() in (2, 3)} - embeddings
     muon = matrices if config.optimizer == "muon" else set()
@@ -180,10 +179,8 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     compile = config.compile
-    if compile == "auto":  # on CUDA, if the run is longer than two minutes at 100 TFLOP/s
-        tokens = config.max_iters * tokens_per_step(vars(config))
-        flops = 6 * tokens * sum(p.numel() for p in model.parameters())  # Kaplan et al. 2020
-        compile = device == "cuda" and (config.minutes > 2 or flops > 120 * 1e14)
+    if compile == "auto":
+        compile = device == "cuda" and (config.minutes > 2 or config.max_iters > 1000)
     rows = micro_batches(config, processes.world_size)[0] * config.block_size
     use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
@@ -317,7 +314,6 @@ def main():
                     data.validate_on(0)
                     metrics |= evaluate(parallel, data, config, processes)
                     metrics["comparable_loss"] = comparable
-            check_finite("a loss", metrics["train_loss"] + metrics["val_loss"], done, config)
             progress.best = min(progress.best, comparable)
             report.evaluation(metrics, best=comparable == progress.best)
             save(metrics)  # before a changed model's generate can fail
