@@ -49,6 +49,7 @@ MISTAKES = [
     ("prepare.py pictures", "pictures", "text"),
     ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),
     ("prepare.py a.txt --name=notes", "data/notes", "--overwrite", "--name"),
+    ("prepare.py data/notes --name=notes --overwrite", "data/notes", "another --name"),
     ("prepare.py a.txt --name=../up", "--name", "../up", 2),
     ("prepare.py a.txt --name=..", "--name", "..", 2),
     ("prepare.py / --overwrite", "--name", 2),

@@ -33,7 +33,7 @@ from gptling.corpus import (
     write_token_files,
 )
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
-from prepare import PrepareConfig, prepare
+from prepare import PrepareConfig, name_after, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
 from tests.conftest import ROOT, TEXT, one_line, output_of, run_here
 
@@ -51,6 +51,12 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def prepare_text(text, **settings):
+    """data/a of a file with this text."""
+    Path("a.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return prepare(PrepareConfig(("a.txt",), **settings))
+
+
 def ids_of(data, split=""):
     return np.concatenate([np.load(file) for file in sorted(data.glob(f"{split}*.npy"))])
 
@@ -66,70 +72,58 @@ def meta_of(data):
 # ---------------------------------------------------------------- documents
 
 
-def write_source(directory, kind):
-    """DOCUMENTS as sources of one kind, and what is left out. Returns their names on the command
-    line, and what prepare.py says of them."""
+def write_sources(kind):
+    """DOCUMENTS, one of them twice, as sources of one kind. Returns their names."""
     texts = [text.replace("\n", LINE_ENDS[i % 3]) for i, text in enumerate(DOCUMENTS)]
-    lines = [json.dumps({"text": text, "id": 1}) + "\n" for text in [*texts, "", texts[0]]]
-    again = "repeated documents left out: 1"
     if kind == "folder":
+        for folder in ("notes/a", "notes/.git", "linked"):
+            Path(folder).mkdir(parents=True)
         for i, text in enumerate(texts):
-            file = directory / ("notes" if i % 2 else "linked") / f"{i:02}.md"
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(text, encoding="utf-8", newline="")
-        (directory / "notes/more").symlink_to(directory / "linked")
-        (directory / "linked/loop").symlink_to(directory / "notes")
-        (directory / "notes/again.md").symlink_to(directory / "linked/00.md")
-        for name in (".hidden", ".git/config"):
-            (directory / "notes" / name).parent.mkdir(exist_ok=True)
-            (directory / "notes" / name).write_text("hidden")
-        (directory / "notes/latin.txt").write_bytes(b"cafe" * 9000 + b"\xe9")
-        (directory / "notes/a.zip").write_bytes(b"PK")
-        (directory / "notes/empty.txt").write_bytes(b"\xef\xbb\xbf")
-        return ("notes",), ["files left out as not text (a.zip, latin.txt): 2", again]
+            name = f"notes/a/{i:02}" if i < 20 else f"linked/{i}" if i < 40 else f"notes/c{i}.md"
+            Path(name).write_bytes(text.encode())
+        Path("notes/b").symlink_to(Path("linked").resolve())
+        Path("linked/loop").symlink_to(Path("notes").resolve())
+        Path("notes/again.md").symlink_to("a/00")
+        for name in ("notes/.hidden", "notes/.git/config", "notes/a.zip"):
+            Path(name).write_text("hidden")
+        Path("notes/latin.txt").write_bytes(b"cafe" * 9000 + b"\xe9")
+        return ("notes",)
+    lines = [json.dumps({"text": text, "id": 1}) for text in [*texts, "", texts[0]]]
     if kind == "jsonl":
-        lines.insert(1, " \n")
-        (directory / "Chat.JSONL").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
-        return ("Chat.JSONL",), [again]
+        content = "\ufeff" + "\r\n".join([" ", *lines])
+        Path("Chat.JSONL.GZ").write_bytes(gzip.compress(content.encode()))
+        return ("Chat.JSONL.GZ",)
     if kind == "marked":
-        marked = (END_OF_TEXT + "\r\n\n").join([*texts[30:], ""])
-        (directory / "a.txt.gz").write_bytes(gzip.compress(marked.encode()))
-        (directory / "b.jsonl").write_text(
-            "".join(lines[:29]) + json.dumps({"text": texts[29] + END_OF_TEXT})
-        )
-        return ("b.jsonl", "a.txt.gz"), []
+        Path("a.jsonl").write_text(json.dumps({"text": END_OF_TEXT.join(texts[:30])}))
+        Path("b").write_bytes((END_OF_TEXT + "\r\n\n").join([*texts[30:], texts[0], ""]).encode())
+        return ("a.jsonl", "b")
     pytest.importorskip("datasets", reason="Parquet files: pip install datasets")
     import pyarrow
     from pyarrow import parquet
 
-    (directory / "rows").mkdir()
+    Path("rows").mkdir()
     for i, some in enumerate((texts[:25], [*texts[25:], "", None, texts[0]])):
-        parquet.write_table(pyarrow.table({"text": some}), directory / f"rows/train-{i}.parquet")
-    return (f"hf:{directory / 'rows'}::train" if kind == "hub" else "rows",), [again]
+        parquet.write_table(pyarrow.table({"text": some}), f"rows/train-{i}.parquet")
+    return (f"hf:{Path('rows').resolve()}::train" if kind == "hub" else "rows",)
 
 
 @pytest.mark.parametrize("kind", ["folder", "jsonl", "marked", "parquet", "hub"])
 def test_every_kind_of_source_gives_its_documents_once(here, kind, capsys):
     """Those of a folder in the order of their names, whatever the file system says."""
-    sources, notes = write_source(here, kind)
-    data = prepare(PrepareConfig(sources, tokenizer="byte"))
-    assert capsys.readouterr().out.split("\n")[3:-1] == [f"  {note}" for note in notes]
-    expected = DOCUMENTS
-    if kind == "folder":  # 01.md, 03.md, ..., more/00.md, more/02.md, ...
-        expected = DOCUMENTS[1::2] + DOCUMENTS[::2]
-        expected.remove(DOCUMENTS[0])
-        expected.insert(30, DOCUMENTS[0])
-    names = dict(folder="notes", jsonl="Chat", marked="b", parquet="rows", hub="rows")
-    assert data == Path("data") / names[kind]
+    data = prepare(PrepareConfig(write_sources(kind), tokenizer="byte"))
+    notes = ["  repeated documents left out: 1"]
+    if kind == "folder":
+        notes.insert(0, "  files left out as not text (a.zip, latin.txt): 2")
+    assert capsys.readouterr().out.split("\n")[3:-1] == notes
     train, val = (text_of(data, split).split(END_OF_TEXT) for split in ("train", "val"))
     assert train.pop() == val.pop() == ""  # each document ends
-    assert sorted(train + val) == sorted(expected)
-    assert [text for text in expected if text in train] == train
+    assert sorted(train + val) == sorted(DOCUMENTS)
+    assert [text for text in DOCUMENTS if text in train] == train
     n_train, n_val = (len("".join(texts).encode()) for texts in (train, val))
     assert 0.05 < n_val / (n_train + n_val) < 0.15
     meta = meta_of(data)
     assert (meta["train"]["bytes"], meta["val"]["bytes"]) == (n_train, n_val)
-    assert (meta["documents"], meta["characters"]) == (60, len("".join(expected)))
+    assert (meta["documents"], meta["characters"]) == (60, len("".join(DOCUMENTS)))
 
 
 @pytest.mark.parametrize("record", ["{", '{"id": 1, "body": "a"}', '{"text": 5}', "[1]"])
@@ -137,30 +131,20 @@ def test_a_record_without_text_is_named(here, record):
     lines = [json.dumps({"text": "fine"}), "", record, json.dumps({"text": "never read"})]
     (here / "a.jsonl").write_text("\n".join(lines))
     error = one_line(run_here("prepare.py", "a.jsonl", cwd=here), "a.jsonl: line 3: ", '"text"')
-    assert "body" not in record or ("--field" in error and "id, body" in error)
+    assert "body" not in record or "id, body" in error
 
 
 def test_another_field_and_half_a_character_are_read(here, capsys):
     (here / "a.jsonl").write_text('{"body": "half \\ud83d, whole \\ud83d\\ude42 and more"}\n')
     data = prepare(PrepareConfig(("a.jsonl",), field="body", tokenizer="byte"))
-    assert text_of(data, "train") + text_of(data, "val") == "half \ufffd, whole 🙂 and more"
+    assert text_of(data) == "half \ufffd, whole 🙂 and more"
     assert "  characters replaced by U+FFFD: 1\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name, remedy",
-    [
-        ("a.TAR.gz", "unpack"),
-        ("a.pdf", "save it as .txt"),
-        ("a.csv", ".jsonl or .parquet"),
-        ("a.json", "save it as .txt, .jsonl"),
-        ("utf16.txt", "UTF-8"),
-        ("a.txt.gz", "Not a gzipped file"),
-    ],
-)
-def test_a_file_that_is_no_text_is_named_with_a_remedy(here, name, remedy):
-    (here / name).write_text("a text", encoding="utf-16-le" if name[0] == "a" else "utf-16")
-    one_line(run_here("prepare.py", name, cwd=here), name, remedy)
+@pytest.mark.parametrize("name", ["a.TAR.gz", "a.pdf", "a.csv", "a.json"])
+def test_a_file_that_is_no_text_is_named_with_a_remedy(here, name):
+    (here / name).write_text("a text")
+    one_line(run_here("prepare.py", name, cwd=here), name, "unpack it, or save it as .txt")
 
 
 def test_the_quick_start_is_the_source_of_pythons_library():
@@ -173,7 +157,7 @@ def test_the_quick_start_is_the_source_of_pythons_library():
 def test_shakespeare_is_downloaded(here, monkeypatch):
     (here / "original").write_text("all the world's a stage\n" * 10)
     monkeypatch.setattr(corpus, "SHAKESPEARE", (here / "original").as_uri())
-    assert text_of(prepare(PrepareConfig(("shakespeare",))), "train").startswith("all the world")
+    assert text_of(prepare(PrepareConfig(("shakespeare",)))) == "all the world's a stage\n" * 10
 
 
 # ---------------------------------------------------------------- text that comes back
@@ -183,54 +167,37 @@ same = settings(derandomize=True, deadline=None, database=None, max_examples=40)
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # no surrogates: UTF-8 has none
 
 
-def prepared(raw, tokenizer):
-    """All token ids of a file with these bytes, long enough to validate, and their tokenizer."""
-    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        Path("a.txt").write_bytes(raw + b"~" * max(20, len(raw)))
-        data = prepare(PrepareConfig(("a.txt",), tokenizer=tokenizer))
-        tokens = [meta_of(data)[split]["tokens"] for split in ("train", "val")]
-        assert tokens == [len(ids_of(data, split)) for split in ("train", "val")]
-        return ids_of(data).tolist(), load_tokenizer(data)
-
-
 @same
 @example("\ufeffa\r\n\u2028\x85🙂e\u0301<|endoftext>\r\r", b"", "char")
 @given(ANY_TEXT, st.binary(max_size=4), st.sampled_from(["char", "byte"]))
 def test_any_text_comes_back_with_its_newlines_and_other_bytes_are_refused(text, more, tokenizer):
-    raw = text.encode() + more
-    try:
-        text = re.sub("\r\n?", "\n", raw.decode().removeprefix("\ufeff"))
-    except UnicodeDecodeError:
-        with pytest.raises(UserError, match=r"a\.txt is not text in UTF-8"):
-            prepared(raw, tokenizer)
-    else:
-        ids, encoding = prepared(raw, tokenizer)
-        text += "~" * max(20, len(raw))
-        assert encoding.decode(ids) == text
-        assert encode(encoding, text).tolist() == ids
-
-
-def test_text_survives_whatever_the_locale(tmp_path):
-    text = "Zeile eins\nпривет 你好 🙂\n\n\ttab <|endoftext>" * 20
-    (tmp_path / "grüße.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    arguments = ["grüße.txt", "--tokenizer=char"]
-    output_of("prepare.py", *arguments, cwd=tmp_path, LC_ALL="C", LANG="C")
-    data = tmp_path / "data/grüße"
-    assert text_of(data, "train") + text_of(data, "val") == text
+    raw = text.encode() + more + b"~" * max(20, len(text.encode()))  # enough to validate on
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        try:
+            text = re.sub("\r\n?", "\n", raw.decode().removeprefix("\ufeff"))
+        except UnicodeDecodeError:
+            with pytest.raises(UserError, match=r"a\.txt is not text in UTF-8"):
+                prepare_text(raw, tokenizer=tokenizer)
+        else:
+            data = prepare_text(raw, tokenizer=tokenizer)
+            assert text_of(data) == text
+            assert ids_of(data).tolist() == encode(load_tokenizer(data), text).tolist()
+            for split in ("train", "val"):
+                assert meta_of(data)[split]["tokens"] == len(ids_of(data, split))
 
 
 def read_all(source):
-    return ["".join(pieces) for pieces in read_documents(source, "text")]
+    return ["".join(document) for document in read_documents(source, "text")]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 64, 1000])
+@pytest.mark.parametrize("size", [1, 3, 1000])
 def test_pieces_give_the_tokens_of_the_whole_file(here, monkeypatch, size):
     monkeypatch.setattr(corpus, "CHUNK", size)
     text = "".join(topics.values())[: 50 * size + 2000] + "\n é  🙂\n\n end of it"
     (here / "a.txt").write_text(text, encoding="utf-8")
     assert read_all(here / "a.txt") == [text]
     if size > 3:  # with a place to cut in each piece
-        data = prepare(PrepareConfig(("a.txt",), tokenizer="bpe", vocab_size=300))
+        data = prepare_text(text, tokenizer="bpe", vocab_size=300)
         raw, tokenizer = text.encode(), load_tokenizer(data)
         for split, part in (("train", raw[: -(len(raw) // 10)]), ("val", raw[-(len(raw) // 10) :])):
             expected = [*tokenizer.encode_ordinary(part.decode()), tokenizer.eot_token]
@@ -248,14 +215,14 @@ def test_marks_are_found_wherever_a_text_is_cut(here, monkeypatch, text):
 
 def test_a_long_text_is_read_bit_by_bit(here):
     (here / "a.txt").write_bytes(b"some words in a line\n" * 100_000 + b"\xff")
-    pieces = next(read_documents(here / "a.txt", "text"))
-    assert len(next(pieces)) <= 500  # without reading on to the bad end
+    document = next(read_documents(here / "a.txt", "text"))
+    assert len(next(document)) <= 500  # without reading on to the bad end
     with pytest.raises(UnicodeDecodeError, match="0xff"):
-        list(pieces)
+        list(document)
 
 
 @pytest.mark.parametrize("run", [" ", "=", "ab", "🙂", "7", "\n "])
-def test_a_long_run_is_a_text_like_any_other(here, run):
+def test_a_long_run_is_a_text_like_any_other(run):
     """tiktoken's patterns overflow on a million spaces."""
     text = TEXT + "end" + run * (1_100_000 // len(run)) + "end " + TEXT
     tokenizer = build_tokenizer("bpe", [TEXT], 300)
@@ -272,7 +239,6 @@ def test_a_long_run_is_a_text_like_any_other(here, run):
         ([100, 50], [10, 5]),
         ([10**12] * 5, [4_000_000] * 5),
         ([10] * 30, ([0] * 9 + [10]) * 3),
-        ([*range(100, 110)], [0] * 9 + [109]),
         ([2**i for i in range(10)], [0] * 7 + [128, 0, 0]),
         ([10] * 9 + [10**6], [10] * 9 + [99_919]),
         ([10**9] * 20, [20_000_000] + [0] * 19),
@@ -292,20 +258,9 @@ def test_about_a_tenth_of_the_text_validates_in_whole_documents(sizes):
     assert all(n in (0, size) or size > limit for n, size in zip(held_out, sizes, strict=True))
 
 
-def test_tiny_shakespeare_is_split_where_it_always_was(tmp_path):
-    if not (file := os.environ.get("GPTLING_SHAKESPEARE")):
-        pytest.skip("tiny Shakespeare: set GPTLING_SHAKESPEARE to the file")
-    output_of("prepare.py", file, "--name=shakespeare", "--tokenizer=char", cwd=tmp_path)
-    data = tmp_path / "data/shakespeare"
-    assert (len(ids_of(data, "train")), len(ids_of(data, "val"))) == (1_003_855, 111_539)
-    assert meta_of(data)["vocab_size"] == 65
-    assert text_of(data, "train") + text_of(data, "val") == Path(file).read_text()
-
-
 @pytest.mark.parametrize("n", range(11, 15))
 def test_a_split_inside_a_document_leaves_characters_whole(here, n):
-    (here / "a.txt").write_text("🙂" * n, encoding="utf-8")
-    data = prepare(PrepareConfig(("a.txt",), tokenizer="byte"))
+    data = prepare_text("🙂" * n, tokenizer="byte")
     assert text_of(data, "train") + text_of(data, "val") == "🙂" * n
     assert meta_of(data)["train"]["bytes"] == 4 * ((4 * n - 4 * n // 10) // 4)
 
@@ -318,22 +273,20 @@ def test_a_tokenizer_knows_nothing_of_the_validation_text(here):
     rng = random.Random(0)
     train = " ".join("".join(rng.choices("abcdefghijklmnop", k=6)) for _ in range(4400))
     val = " quixotic Ωmega" * 200  # its pairs are twice as frequent
-    (here / "a.txt").write_text(train + val, encoding="utf-8")
-    tokenizer = load_tokenizer(prepare(PrepareConfig(("a.txt",), tokenizer="bpe", vocab_size=300)))
+    tokenizer = load_tokenizer(prepare_text(train + val, tokenizer="bpe", vocab_size=300))
     assert len(tokenizer.encode(train)) < 0.9 * len(train)
     assert len(tokenizer.encode(" quixotic")) > 6
-    data = prepare(PrepareConfig(("a.txt",), tokenizer="char", name="b"))
+    data = prepare_text(train + val, tokenizer="char", name="b")
     assert "Ω" in text_of(data, "val") and "Ω" not in text_of(data, "train")
 
 
 def test_a_tokenizer_is_that_of_data_a_run_or_a_checkpoint(trained, here):
-    (here / "b.txt").write_text(TEXT[::-1])
     expected = load_tokenizer(trained / "data/mine")._mergeable_ranks
     for name in ("data/mine", "out/mine", "out/mine/checkpoint-20"):
         assert load_tokenizer_by_name(trained / name)._mergeable_ranks == expected
-        data = prepare(PrepareConfig(("b.txt",), tokenizer=str(trained / name), overwrite=True))
+        data = prepare_text(TEXT[::-1], tokenizer=str(trained / name), overwrite=True)
         assert load_tokenizer(data)._mergeable_ranks == expected
-        assert text_of(data, "train") + text_of(data, "val") == TEXT[::-1]
+        assert text_of(data) == TEXT[::-1]
 
 
 # ---------------------------------------------------------------- threads and token files
@@ -389,32 +342,18 @@ def test_files_are_on_the_disk_before_the_directory_has_its_name(here, monkeypat
 
     for module in (corpus, files):
         monkeypatch.setattr(module, "sync", sync)
-    (here / "a.txt").write_text(TEXT)
-    data = prepare(PrepareConfig(("a.txt",)))
+    data = prepare_text(TEXT)
     assert {*synced} >= {path.name for path in data.iterdir()} > {"val.npy", "train-00000.npy"}
-    assert [path.name for path in (here / "data").iterdir()] == ["a"]
 
 
-def test_an_existing_directory_is_replaced_only_when_asked_and_by_a_whole_one(here):
-    (here / "a.txt").write_text("one " * 500)
-    prepare(PrepareConfig(("a.txt",)))
-    (here / "a.txt").write_bytes(b"two " * 500 + b"\xff")
-    one_line(run_here("prepare.py", "a.txt", "--overwrite", cwd=here), "a.txt", "UTF-8")
+def test_an_existing_directory_is_replaced_by_a_whole_one(here):
+    prepare_text("one " * 500)
+    with pytest.raises(UserError, match="UTF-8"):
+        prepare_text(b"two " * 500 + b"\xff", overwrite=True)
     assert text_of(here / "data/a", "train").startswith("one")
-    assert [path.name for path in (here / "data").iterdir()] == ["a"]
-    (here / "a.txt").write_text("two " * 500)
-    prepare(PrepareConfig(("a.txt",), overwrite=True))
+    prepare_text("two " * 500, overwrite=True)
     assert text_of(here / "data/a", "train").startswith("two")
     assert [path.name for path in (here / "data").iterdir()] == ["a"]
-
-
-@pytest.mark.parametrize("source", ["data/notes", "data/notes/a.txt"])
-def test_a_text_in_the_directory_to_be_replaced_is_kept(here, source):
-    (here / "data/notes").mkdir(parents=True)
-    (here / "data/notes/a.txt").write_text(TEXT)
-    process = run_here("prepare.py", source, "--name=notes", "--overwrite", cwd=here)
-    one_line(process, "data/notes", "another --name")
-    assert (here / "data/notes/a.txt").read_text() == TEXT
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without a signal")
@@ -437,21 +376,13 @@ def test_a_stopped_preparation_leaves_no_data_and_starts_again(tmp_path, number)
     assert sorted(path.name for path in (tmp_path / "data/large").iterdir()) == files.split()
 
 
-@pytest.mark.parametrize(
-    "source, name",
-    [("my.novel.v2.txt", "my.novel.v2"), (".txt", "txt"), ("B.JSONL", "B"), ("a b", "a b")],
-)
-def test_data_is_called_after_its_source_and_the_next_line_can_be_pasted(here, source, name):
-    (here / source).write_text('{"text": "some words"}\n{"text": "and others"}\n' * 20)
-    output = run_here("prepare.py", source, cwd=here).stdout.decode()
-    assert [path.name for path in (here / "data").iterdir()] == [name]
-    quoted = f"'{name}'" if " " in name else name
-    assert output.endswith(f"next: python train.py --dataset={quoted}\n")
+def test_data_is_called_after_its_source():
+    names = {"my.novel.v2.txt": "my.novel.v2", ".txt": "txt", "a/B.JSONL.gz": "B", "a b/": "a b"}
+    for source, name in (names | {"hf:user/rows:config:train": "rows"}).items():
+        assert name_after((source, "other.txt")) == name
 
 
 # ---------------------------------------------------------------- token files of others
-
-
 @pytest.mark.slow
 def test_token_files_of_llm_c_come_in_and_go_out_by_the_scripts(tmp_path, gpt2_encoding):
     ids = [id for text in DOCUMENTS for id in [50256, *gpt2_encoding.encode_ordinary(text)]]
