@@ -15,29 +15,21 @@ from gptling.files import UserError, read_json
 from gptling.tokenizers import bytes_per_token, load_tokenizer
 
 
-def open_tokens(file: Path) -> np.ndarray:
-    """Map the token ids of a .npy file into memory. Raises UserError for a damaged one."""
-    try:
-        return np.load(file, mmap_mode="r")
-    except ValueError as error:
-        raise UserError(f"{file}: {error}; prepare it again") from None
-
-
 class Dataset:
     """data/NAME. Raises UserError if it is missing or too short."""
 
     def __init__(self, name: str, block_size: int, eval_tokens: int = 0):
         self.directory = directory = Path("data") / name
         if not (directory / "meta.json").is_file():
-            found = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
-            others = f", or choose --dataset from {', '.join(found[:9])}" if found else ""
-            remedy = f"python prepare.py YOUR.txt --name={name}{others}"
+            others = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
+            remedy = f"python prepare.py YOUR.txt --name={name}, or --dataset from {others}"
             raise UserError(f"{directory} has no prepared text: {remedy}")
         self.fingerprint = read_json(directory / "meta.json")["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        self.train = [open_tokens(file) for file in sorted(directory.glob("train-*.npy"))]
-        self.val = open_tokens(directory / "val.npy")
+        shards = sorted(directory.glob("train-*.npy"))
+        self.train = [np.load(file, mmap_mode="r") for file in shards]
+        self.val = np.load(directory / "val.npy", mmap_mode="r")
         self.block_size, self.n_tokens = block_size, sum(map(len, self.train))
         n, split = min((max(map(len, self.train)), "train"), (len(self.val), "val"))
         self.longest = n - 1  # the longest sequence that both splits have
@@ -48,8 +40,7 @@ class Dataset:
 
     def validate_on(self, eval_tokens: int):
         """Choose the validation sequences: all of the split (0), or enough for eval_tokens, spread
-        evenly, so that no part of a text is left out. They have val_targets tokens to predict,
-        which are val_bytes bytes of text."""
+        evenly. They have val_targets tokens to predict, which are val_bytes bytes of text."""
         T = self.block_size
         n_all = math.ceil((len(self.val) - 1) / T)  # the last may be shorter
         n = min(n_all, math.ceil(eval_tokens / T)) if eval_tokens else n_all
@@ -72,15 +63,13 @@ class Dataset:
         Another thread loads the next ones while you use these."""
 
         def load(step, micro_step):
-            ranks = processes.rank, processes.world_size
-            sequences = get_sequences(self.train, config, step, micro_step, *ranks)
-            sequences = processes.to_device(sequences)  # whole: pinning a view would copy it first
-            # The target of a token is the next one. They are a copy, which may be changed.
-            return sequences[:, :-1], sequences[:, 1:].clone()
+            place = step, micro_step, processes.rank, processes.world_size
+            sequences = processes.to_device(get_sequences(self.train, config, *place))
+            return sequences[:, :-1], sequences[:, 1:].clone()  # which you may change
 
         micro_steps = range(micro_batches(config, processes.world_size)[1])
         with ThreadPoolExecutor(1) as thread:
-            futures = (thread.submit(load, *place) for place in product(steps, micro_steps))
+            futures = (thread.submit(load, *both) for both in product(steps, micro_steps))
             for ready, _ in pairwise(chain(futures, [None])):
                 yield ready.result()
 
@@ -123,10 +112,9 @@ def sequence_order(n_sequences: int, seed: int, epoch: int) -> np.ndarray:
 def get_sequences(
     shards: list[np.ndarray], config, step: int, micro_step=0, rank=0, world_size=1
 ) -> torch.Tensor:
-    """The sequences of a micro-batch, (B, block_size + 1) int64: a pure function of the arguments.
-    Each begins with the last token of the one before. An epoch visits all, in an order drawn from
-    (seed, epoch), which also draw where the first one of a shard begins. A step has the same
-    sequences however it is cut: rank r's micro-batch m is number m * world_size + r."""
+    """The sequences of a micro-batch, (B, block_size + 1) int64. Each begins with the last token of
+    the one before. An epoch visits all, in an order drawn from (seed, epoch), which also draw where
+    the first one of a shard begins. Rank r's micro-batch m of a step is m * world_size + r."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     # One sequence less than would fit, so that the first may begin at any of T places.
