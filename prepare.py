@@ -68,8 +68,7 @@ def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encod
 
     def learn(kind, *splits):
         texts = (text for split, text in corpus.texts() if split in splits)
-        several = corpus.n_documents > 1
-        return tokenizers.build_tokenizer(kind, texts, vocab_size, end_of_text=several)
+        return tokenizers.build_tokenizer(kind, texts, vocab_size, corpus.n_documents > 1)
 
     if kind != "char" and tokenizers.has_all_bytes(tokenizer := learn(kind, "train")):
         return tokenizer
@@ -105,8 +104,7 @@ def prepare(config: PrepareConfig) -> Path:
         }
         replace(directory / "tokenizer.json", tokenizers.tokenizer_to_json(tokenizer).encode())
         replace(directory / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
-    documents = f"{corpus.n_documents:,} document{'s' * (corpus.n_documents > 1)}"
-    print(f"{target}: {documents}, {meta['characters']:,} characters")
+    print(f"{target}\n  documents: {corpus.n_documents:,}, characters: {meta['characters']:,}")
     print(f"  tokenizer: {meta['tokenizer']}, {tokenizer.n_vocab:,} tokens{how}")
     print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")
     print(*(f"  {note}\n" for note in corpus.notes), sep="", end="")

@@ -40,8 +40,8 @@ Source = Path | Iterable[dict]  # a file, or records
 def quick_start() -> list[Path]:
     """The source files of Python's standard library."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = [file.relative_to(library) for file in sorted(library.rglob("*.py"))]
-    return [library / file for file in files if not NO_EXAMPLES.search(file.as_posix())]
+    files = sorted(library.rglob("*.py"))
+    return [f for f in files if not NO_EXAMPLES.search(f.relative_to(library).as_posix())]
 
 
 def find_sources(name: str, field: str) -> list[Source]:
