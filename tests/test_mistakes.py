@@ -189,7 +189,6 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (RESUME, "training_state.pt", Evil(), "training_state"),
     (TRAIN, "meta.json", b"{", "meta.json"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
-    (TRAIN, "train-00000.npy", b"\x93NUMPY", "train-00000.npy"),
     (TRAIN, "val.npy", Evil(), "Python objects"),
 ]
 

@@ -38,7 +38,7 @@ from prepare import PrepareConfig, name_after, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
 from tests.conftest import ROOT, TEXT, one_line, output_of, run_here
 
-DOCUMENTS = [f"document {i}, été 你好 🙂\n" * (1 + i % 7) for i in range(60)]
+DOCUMENTS = [f"document {i}, été 你好 🙂\n" + "as in others\n" * (i % 7 * 10) for i in range(60)]
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def write_sources(kind):
         Path("notes/again.md").symlink_to("a/00")
         for name in ("notes/.hidden", "notes/.git/config", "notes/a.zip"):
             Path(name).write_text("hidden")
-        Path("notes/latin.txt").write_bytes(b"cafe" * 9000 + b"\xe9")
+        Path("notes/latin.txt").write_bytes(b"cafe<|endoftext|>" * 9000 + b"\xe9")
         return ("notes",)
     lines = [json.dumps({"text": text, "id": 1}) for text in [*texts, "", texts[0]]]
     if kind == "jsonl":
