@@ -52,17 +52,15 @@ def assert_close(model, other):
     torch.testing.assert_close(model(IDX)[0], other(IDX).logits, rtol=0, atol=1e-5)
 
 
-def edit_config(directory, **changes):
+def edit(directory, changes):
+    """Change config.json, or tensors, which have a dot in their names: None drops one."""
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changes))
-
-
-def edit_tensors(directory, **changes):
-    """Replace tensors, or drop those that are None; the metadata is gone then."""
+    config |= {name: value for name, value in changes.items() if "." not in name}
+    (directory / "config.json").write_text(json.dumps(config))
     tensors = load_file(directory / "model.safetensors")
-    tensors |= {f"transformer.{name}": tensor for name, tensor in changes.items()}
+    tensors |= {f"transformer.{name}": tensor for name, tensor in changes.items() if "." in name}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, directory / "model.safetensors", {"format": "pt"})
+    save_file(kept, directory / "model.safetensors")
 
 
 # ---------------------------------------------------------------------------- with transformers
@@ -117,7 +115,7 @@ def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     assert sum(name.endswith(".bias") and not t.any() for name, t in tensors.items()) == 13
     masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.1.attn.masked_bias": torch.ones(())}
-    edit_tensors(tmp_path, **masks, **{"lm_head.weight": torch.ones(28, 32)})
+    edit(tmp_path, masks | {"lm_head.weight": torch.ones(28, 32)})
     assert torch.equal(load(GPT, tmp_path)(IDX)[0], model(IDX)[0])
 
 
@@ -166,21 +164,17 @@ def test_no_other_name_is_looked_up_on_the_hub(tmp_path, monkeypatch):
         ({10: 1.5, 20: 2.0}, 10),
         ({10: 2.0, 20: 1.5, 25: None}, 25),
         ({10: 1.5, 15: None, 20: 2.0}, 10),
-        ({7: None}, 7),
         ({9: 1.5, 10: 1.5}, 10),
     ],
 )
-def test_a_run_means_its_best_checkpoint_or_where_it_was_stopped(
-    losses, chosen, tmp_path, monkeypatch
-):
+def test_a_run_means_its_best_or_where_it_was_stopped(losses, chosen, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run under out/"):
         find_checkpoint("")
     for step, loss in losses.items():
-        checkpoint = tmp_path / "out" / "a" / f"checkpoint-{step}"
+        checkpoint = tmp_path / f"out/a/checkpoint-{step}"
         checkpoint.mkdir(parents=True)
-        (checkpoint / "config.json").write_text("{}")
-        metrics = {"step": step} | ({} if loss is None else {"val_loss": loss})
+        metrics = {} if loss is None else {"val_loss": loss}
         (checkpoint / "metrics.json").write_text(json.dumps(metrics))
     shutil.copytree("out/a", "out/b")
     assert find_checkpoint("out/a").as_posix() == f"out/a/checkpoint-{chosen}"
@@ -211,8 +205,7 @@ MISFITS = [  # changes of config.json or of a tensor, and what is said
 @pytest.mark.parametrize("changes, named", MISFITS, ids=[next(iter(c)) for c, _ in MISFITS])
 def test_an_option_or_tensor_that_does_not_fit_is_named(tmp_path, changes, named):
     save(random_model(), tmp_path)
-    edit = edit_tensors if named in changes and "." in named else edit_config
-    edit(tmp_path, **changes)
+    edit(tmp_path, changes)
     with pytest.raises(UserError, match=named) as raised:
         load_model(GPT, tmp_path)
     assert "\n" not in str(raised.value)
@@ -357,10 +350,13 @@ def test_a_size_that_a_flag_or_model_py_changes_is_named_and_no_change_of_the_mo
     class Wider(GPT):
         def __init__(self, config):
             super().__init__(config)
-            self.h[1].mlp.c_fc = torch.nn.Linear(32, 256)
+            mlp = self.h[1].mlp
+            mlp.c_fc, mlp.c_proj = torch.nn.Linear(32, 256), torch.nn.Linear(256, 32)
 
+    reason = save(random_model(model_class=Wider), tmp_path)
+    assert reason == "h.1.mlp.c_fc.weight is not as in a GPT-2"
     save(random_model(), tmp_path)
-    flags = (("n_layer", 1, 2), ("n_embd", 64, 32), ("n_head", 3, 2), ("n_head", 4, 2))
+    flags = (("n_layer", 1, 2), ("n_embd", 64, 32), ("n_head", 4, 2))
     refused = [(GPT, {n: value}, f"--{n}={value}: .* has {stored}") for n, value, stored in flags]
     shapes = r"h\.1\.mlp\.c_fc\.weight: .*\[128, 32\].*\[256, 32\]"
     for model_class, changes, words in [*refused, (Wider, {}, shapes)]:
@@ -376,10 +372,8 @@ def test_a_size_that_a_flag_or_model_py_changes_is_named_and_no_change_of_the_mo
 
 def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path):
     """GPT-2's config.json does not say that it has biases; the quick start has none."""
-    theirs = {"model_type": "gpt2", "n_positions": 32, "n_embd": 48, "n_layer": 3, "n_head": 3}
-    (tmp_path / "config.json").write_text(
-        json.dumps(theirs | {"vocab_size": 77, "resid_pdrop": 0.5})
-    )
+    theirs = {"n_positions": 32, "n_embd": 48, "n_layer": 3, "n_head": 3, "vocab_size": 77}
+    (tmp_path / "config.json").write_text(json.dumps(theirs | {"resid_pdrop": 0.5}))
     config, given = cli.load(TrainConfig, "", ["--dropout=0.2", "--block_size=32"], presets=True)
     assert take_sizes(config, given, GPT, tmp_path) == 32
     expected = dataclasses.asdict(GPTConfig(32, 77, 3, 3, 48, dropout=0.2, bias=True))
@@ -392,7 +386,7 @@ def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path
         take_sizes(TrainConfig(block_size=33), {"block_size": 33}, GPT, tmp_path)
 
 
-@pytest.mark.parametrize("multiple, vocab_size", [(1, 27), (8, 32), (27, 27)])
+@pytest.mark.parametrize("multiple, vocab_size", [(8, 32), (27, 27)])
 def test_a_new_model_has_the_tokenizers_vocabulary_rounded_up(multiple, vocab_size, tmp_path):
     tokenizer = build_tokenizer("char", "abcdefghijklmnopqrstuvwxyz", end_of_text=True)
     data = SimpleNamespace(tokenizer=tokenizer, tokenizer_json=tokenizer_to_json(tokenizer))
@@ -423,14 +417,8 @@ import sys, torch
 from gpt2_format import load, save
 from model import GPT, GPTConfig
 model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=2, n_head=2, n_embd=16))
-optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
 idx = torch.randint(11, (4, 9))
-for _ in range(3):
-    losses.append(model(idx[:, :-1], idx[:, 1:])[1])
-    losses[-1].backward()
-    optimizer.step()
-    optimizer.zero_grad()
-assert losses[2] < losses[0]
+model(idx[:, :-1], idx[:, 1:])[1].backward()
 save(model.eval(), "saved")
 for each in (model, load(GPT, "saved")):
     print([token.item() for token in each.generate(idx[:1, :3], 20, temperature=0)])
@@ -446,9 +434,8 @@ def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(trained, tmp_path)
     flags += ["--warmup_iters=5", "--muon_lr=0.045"]
     expected = json.loads((ROOT / "tests" / "curves.json").read_text())
     for optimizer in ("adamw", "muon"):
-        arguments = [*flags, f"--optimizer={optimizer}", f"--out_dir={optimizer}"]
-        output_of("train.py", *arguments, cwd=tmp_path)
-        log = (tmp_path / optimizer / "log.jsonl").read_text().splitlines()
-        log = [json.loads(line) for line in log]
+        names = [f"--optimizer={optimizer}", f"--out_dir={optimizer}"]
+        output_of("train.py", *flags, *names, cwd=tmp_path)
+        log = [json.loads(line) for line in (tmp_path / optimizer / "log.jsonl").open()]
         losses = [entry["loss"] for entry in log if "loss" in entry] + [log[-1]["val_loss"]]
         assert losses == pytest.approx(expected[optimizer], abs=1e-4)
