@@ -4,7 +4,6 @@ import os
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +29,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
         return checkpoints[-1] if stopped else best_checkpoint(path)
     if (path / "config.json").is_file():
         return path
-    if re.fullmatch(HUB_NAMES, path.as_posix()) and not path.exists():
+    if re.fullmatch(HUB_NAMES, path.as_posix()):
         return download(path.as_posix())
     names = ", ".join(run.as_posix() for run in runs[-9:]) or "none"
     raise UserError(f"{path}: no checkpoint there (a directory with a config.json); runs: {names}")
@@ -66,7 +65,7 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         raise UserError(f"{path}: {error}") from None
 
 
-def build_model(model_class: type, config: Any, data, source: Path | None):
+def build_model(model_class: type, config, data, source: Path | None):
     """A model to train: a new one, or a checkpoint's. train.py's configuration may change what does
     not change a checkpoint's logits, such as dropout or the weight of a term of the loss."""
     sizes = {field.name: getattr(config, field.name) for field in fields(model_class.config_class)}
@@ -98,7 +97,7 @@ def print_uninitialised(model: torch.nn.Module, optimizers: list):
         print("not drawn by init_weights:", ", ".join(who))
 
 
-def take_sizes(config: Any, given: dict, model_class: type, source: Path) -> int:
+def take_sizes(config, given: dict, model_class: type, source: Path) -> int:
     """Copy the sizes of a checkpoint's model to train.py's configuration, except for those that
     flags give. Returns the model's block_size. Raises UserError for a longer --block_size."""
     stored = gpt2_format.stored_sizes(model_class, read_json(source / "config.json"))
