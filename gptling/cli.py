@@ -26,31 +26,6 @@ T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
 
 
-def run(main: Callable[[], int | None]):
-    """Run a script's main. A mistake of the user's becomes one line on standard error, and exit
-    code 1; a bug keeps its traceback."""
-    gc.freeze()  # the last collection need not look through all of PyTorch
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
-    treat_hangup_as_sigterm()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")  # whatever the locale says
-    try:
-        code = main() or 0
-    except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:  # the reader of `sample.py | head` has had enough
-        os._exit(1)  # without a flush of the rest, which would fail again
-    except Exception as error:
-        if not (message := describe(error)):
-            raise
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-        code = 1
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        sys.stdout.flush()
-        os._exit(code)  # gloo's threads can abort an exit through the interpreter
-    sys.exit(code)
-
-
 def describe(error: Exception) -> str:
     """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
     if isinstance(error, UserError):
@@ -78,6 +53,30 @@ def treat_hangup_as_sigterm():
     # Windows has no SIGHUP, and nohup ignores it.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, receive)
+
+
+def run(main: Callable[[], int | None]):
+    """Run a script's main. A mistake ends it with one line and exit code 1, a bug as in Python."""
+    gc.freeze()  # the last collection need not look through all of PyTorch
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
+    treat_hangup_as_sigterm()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="replace")  # whatever the locale says
+    try:
+        code = main() or 0
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader of `sample.py | head` has had enough
+        os._exit(1)  # without a flush of the rest, which would fail again
+    except Exception as error:
+        if not (message := describe(error)):
+            raise
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+        code = 1
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        os._exit(code)  # gloo's threads can abort an exit through the interpreter
+    sys.exit(code)
 
 
 def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
