@@ -226,10 +226,9 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
 
 
 def sample_token(probs: torch.Tensor, generator=None) -> torch.Tensor:
-    """One token id a row, (B,) int64, of probabilities (B, V), by inverting their cumulative sums.
-
-    generator: one for all rows, or a list with one a row. torch.multinomial would draw a random
-    number for every token of the vocabulary. Raises ValueError for probabilities that are NaN."""
+    """One token id a row, (B,) int64, of probabilities (B, V), by inverting their cumulative sums:
+    torch.multinomial would draw a random number for every token of the vocabulary. generator: one
+    for all rows, or a list with one a row. Raises ValueError for probabilities that are NaN."""
     device = probs.device
     probs = probs.cpu() if device.type == "mps" else probs  # which has no float64
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
@@ -264,9 +263,8 @@ class GPT(nn.Module):
     """GPT-2's architecture. Parameters have the names of the published checkpoints."""
 
     config_class = GPTConfig
-    # Two seams for speed, None for the plain code here.
-    loss_in_pieces = None  # (logits, losses, x (B, T, C), targets (B, T)) to losses (N,)
-    cache_dtype = None  # of keys and values
+    loss_in_pieces = None  # a seam: (logits, losses, x (B, T, C), targets (B, T)) to losses (N,)
+    cache_dtype = None  # another: that of keys and values
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -326,10 +324,9 @@ class GPT(nn.Module):
 
     def losses(self, logits, targets):
         """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 if a target is -100.
-        Training may call it with some of the rows. Put what belongs to the training loss alone
-        behind `if self.training:`. To mask targets, set them to -100 in train.py's loop: a 0 here
-        counts in the mean. float32, for a sum over V exponentials."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        Training may call it with some of the rows. Put what is of the training loss alone behind
+        `if self.training:`. To mask targets, set them to -100 in train.py's loop, not here."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for sums over V
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
     def forward(self, idx, targets=None, *, padding_mask=None, cache=None, last_only=False):
@@ -364,10 +361,9 @@ class GPT(nn.Module):
     ) -> Iterator[torch.Tensor]:  # fmt: skip
         """Yield the next token of every row, (B,) int64, max_new_tokens times. Call eval() before.
 
-        idx (B, T), T >= 1, of which the newest block_size count; prompts of unequal length are
-        padded on the left and padding_mask (B, T) is False there: each row gives what it gives
-        alone. generator: one for all rows, or a list with one a row. Filters: see next_token_probs.
-        Past block_size tokens: see slide_window."""
+        idx (B, T), T >= 1, of which the newest block_size count: see slide_window. Prompts of
+        unequal length are padded on the left, where padding_mask (B, T) is False: each row gives
+        what it gives alone. generator: see sample_token. Filters: see next_token_probs."""
         require(idx.size(1) > 0, "idx has no tokens: start from end-of-text or a newline")
         block_size = self.config.block_size
         idx = idx[:, -block_size:]

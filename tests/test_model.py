@@ -286,7 +286,7 @@ def test_the_least_and_the_greatest_random_number_draw_tokens_that_are_possible(
     u, token, monkeypatch
 ):
     monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.full(size, u))
-    assert sample_token(torch.tensor([[0.0, 0.3, 0.2, 0.5, 0.0]])).tolist() == [token]
+    assert sample_token(torch.tensor([[0.0, 0.3, 0.2, 0.4, 0.0]])).tolist() == [token]
 
 
 def test_logits_that_are_no_numbers_are_an_error():
