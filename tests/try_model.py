@@ -71,10 +71,9 @@ def check_training(flags: list[str], prepare_flags: list[str]) -> Path:
     torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node=2".split()]
     command = [*torchrun, ROOT / "train.py", *flags, "--device=cpu", "--out_dir=out/two"]
     subprocess.run(command, check=True)
-    for step, (one, other) in enumerate(zip(*map(losses, ("out/text", "out/two")), strict=True)):
-        tolerance = 1e-3 if step < 4 else 0.03  # a term that is no mean over tokens may differ
-        close = abs(one - other) < tolerance * one
-        assert close, f"step {step + 1}: loss {one}, with two processes {other}"
+    for one, other in list(zip(losses("out/text"), losses("out/two"), strict=True))[:4]:
+        # Later a term that is no mean over tokens makes a difference.
+        assert abs(one - other) < 1e-3 * one, f"loss {one}, with two processes {other}"
     return newest
 
 
@@ -90,18 +89,16 @@ def check_sampling(flags: list[str]):
         said = script(sample, "out/text", "--max_new_tokens=80", *more)
         assert "other logits" not in said, said
     script(train, *flags, "--n_embd=256", "--max_iters=3", "--out_dir=out/wide")
-    for more in ([], ["--prompts=prompts.txt"], ["--compile"]):
+    for more in ([], ["--compile"]):
         said = script(sample, "out/wide", "--max_new_tokens=40", *more)
-        assert "other logits" not in said, said
-        assert more != ["--compile"] or "compiled in" in said
+        assert "other logits" not in said and ("compiled in" in said) == bool(more), said
 
 
 def check_logits(model: GPT, idx: torch.Tensor):
     """A token sees no later one, and the cache, in chunks, changes nothing."""
 
     def check(actual, expected, promise):
-        options = {"rtol": 1e-4, "atol": 1e-4, "msg": lambda why: f"broken: {promise}. {why}"}
-        torch.testing.assert_close(actual, expected, **options)
+        assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4), f"broken: {promise}"
 
     T, vocab_size, logits = idx.size(1), model.config.vocab_size, model(idx)[0]
     for n in range(1, T):
