@@ -154,7 +154,7 @@ def test_processes_validate_on_each_token_of_the_split_once(here, n_tokens):
         ("ab", "ab", 2, True),
         ("ab", "ac", 2, False),
         ("ab", "ab.", 3, True),  # end-of-text, which our text does not need
-        ("ab.", "ab", 2, False),
+        ("ab.", "ab", 3, False),
         ("ab.", "ab.", 2, False),  # the model lacks a row for it
     ],
 )

@@ -23,7 +23,7 @@ FILES = {
     "new.txt": f"{TEXT}a bottle on üs all{TEXT}".encode(),
     "data/notes/a.txt": TEXT.encode(),
     "empty.txt": b"",
-    "short.txt": b"a",
+    "short.txt": b"one letter.",
     "latin.txt": b"caf\xe9 au lait",
     "bad.jsonl": b'{"text": "a"}\n{"txt": "b"}\n',
     "cut.jsonl.gz": b"\x1f\x8b\x08\x00",
