@@ -213,11 +213,10 @@ def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
 def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state, first, last):
     """Load what full_state returned, sharded like the parameters, each number in its own dtype:
     Optimizer.load_state_dict would cast it. Settings that training had changed from `first` to
-    `last` come back, unless a flag changes them now."""
+    `last` come back, too."""
     for name, parameter in model.named_parameters():
         if name in state:
             place = partial(shard, like=parameter)
             optimizer.state[parameter] = tree_map_only(torch.Tensor, place, state[name])
     for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
-        changes = {k: v for k, v in after.items() if v != before.get(k)}
-        group |= {k: v for k, v in changes.items() if group.get(k) == before.get(k)}
+        group |= {k: v for k, v in after.items() if v != before.get(k)}

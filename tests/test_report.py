@@ -75,6 +75,7 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here, monkeypatch):
         expected = [(entry["step"], entry[name]) for entry in log if name in entry]
         assert [step for step, _ in shown] == [step for step, _ in expected]
         assert [v for _, v in shown] == pytest.approx([v for _, v in expected], rel=1e-6)
+    assert [entry["lr"] for entry in log if "lr" in entry][3] == pytest.approx(1e-3)  # the last
     seconds = [entry["seconds"] for entry in log]  # since the start, over both sessions
     assert len(seconds) == 6 + 3 and seconds == sorted(seconds) and 0 < seconds[0] < 60
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -96,7 +96,7 @@ def test_auto_resume_begins_without_a_checkpoint_and_continues_with_one(trained,
     """What a crash has left after the newest checkpoint is done again."""
     run = finished / "out" / "mine"
     shutil.rmtree(run / "checkpoint-20")
-    (run / ".checkpoint-20.writing").mkdir()
+    (run / ".checkpoint-19.writing").mkdir()
     with (run / "log.jsonl").open("a") as log:
         log.write('{"step": 20, "lo')
     flags = ["--dataset=mine", *TINY, "--auto_resume"]
