@@ -213,8 +213,8 @@ def test_three_processes_that_resume_equal_three_that_did_not_stop(here, more):
 @pytest.mark.slow
 def test_torchrun_that_is_stopped_saves_a_checkpoint(here):
     run = here / "out" / "run"
-    arguments = [*FLAGS, "--max_iters=100000", "--eval_interval=100000", "--out_dir=out/run"]
-    process = torchrun(ROOT / "train.py", *arguments, cwd=here)
+    flags = [*FLAGS, "--max_iters=100000", "--eval_interval=100000", "--out_dir=out/run"]
+    process = torchrun(ROOT / "train.py", *flags, cwd=here)
     while not (run / "log.jsonl").exists() or "loss" not in (run / "log.jsonl").read_text():
         assert process.poll() is None
         time.sleep(0.05)
@@ -239,9 +239,7 @@ def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
     assert output.count("from step 10") == 1 and "max_iters" not in output
     assert largest_difference(weights(here / "out/whole"), weights(here / "out/restarted")) == 0
     assert losses(here / "out/whole") == losses(here / "out/restarted")
-    started = time.monotonic()
     finish(two("dead", "1 12 SIGKILL"), code=1)
-    assert time.monotonic() - started < 60  # 30 and the start of a busy machine
     assert list_checkpoints(here / "out/dead")[-1].name == "checkpoint-10"
     assert finish(two("stopped", "1 12 SIGTERM"), code=1).count("Stopped at step 13") == 1
     assert "from step 13" in finish(two("stopped", "9 9 SIGKILL"))
