@@ -18,7 +18,7 @@ import gptling.plan
 from gptling.plan import SHAPES, Planner, eval_part, fill_in, tokens_per_step
 from tests.conftest import ROOT, one_process, run_here, run_script
 from tests.test_processes import finish, torchrun
-from train import TrainConfig, set_up
+from train import TrainConfig
 
 
 def corpus(tokens, vocab_size):
@@ -170,17 +170,6 @@ def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_litt
         assert TwoCores(corpus(2_147_393, 8192), 0.8).plan()["n_embd"] == n_embd
 
 
-@pytest.mark.parametrize("minutes", [0.2, 0.5, 2, 5])
-@pytest.mark.parametrize("tokens", [10_000, 25_000, 60_000, 150_000, 400_000])
-def test_dropout_is_decided_by_the_tokens_that_are_trained(tokens, minutes):
-    """The steps without dropout count. Dropout stays although it leaves time for fewer steps."""
-    planner = Simulator(corpus(tokens, 512), minutes, 3e10)
-    fields = planner.plan()
-    longer = 1.4 if fields["dropout"] else 1
-    assert (fields["dropout"] == 0.1) == (longer * memorisation(planner, fields) >= 35)
-    assert fields["dropout"] in (0, 0.1)
-
-
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -257,7 +246,6 @@ def test_a_step_is_all_its_micro_batches_and_an_update(
 
     def build(config, data):
         assert config.n_embd == 48 != planner.config.n_embd
-        print("said by the run, too")
         return model, model, compiled, contextlib.nullcontext(), "float32", optimizers
 
     model = Model(1, 1)
@@ -320,7 +308,6 @@ def test_the_time_is_counted_from_the_programs_start():
     "preset, words, planned, expected",
     [
         ("", ["--n_layer=1", "--optimizer=adamw"], 1, {"n_layer": 1}),
-        ("n_embd = 32\n", [], 1, {"n_embd": 32}),
         ("max_iters = 2\neval_interval = 2\n", [], None, {"n_embd": 128}),
         ("max_iters = 2\nbatch_size = 3\n", ["--minutes=0.5"], 0.5, {"batch_size": 3}),
         ("", ["--max_iters=2", "--eval_interval=2"], None, {}),
@@ -337,15 +324,10 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
     (here / "out/first").symlink_to(trained / "out/mine")
     (here / "mine.toml").write_text(preset)
 
-    def talk(*arguments, **others):
-        print("built")
-        return set_up(*arguments, **others)
-
-    monkeypatch.setattr("train.set_up", talk)
     done = run_here("train.py", "mine.toml", *words, *FLAGS, cwd=here)
     output = done.stdout.decode()
     assert done.returncode == 0, done.stderr
-    assert output.count("plan for") == bool(planned) and output.count("built\n") == 1
+    assert output.count("plan for") == bool(planned)
     assert not planned or f"plan for {planned:g} min: " in output
     assert ("muon_lr" in output) == bool(planned and "--optimizer=adamw" not in words)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
