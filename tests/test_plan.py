@@ -347,6 +347,15 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
     assert b"plan for 1 min: 1 layers" in done.stdout and b"muon_lr 0.0006" in done.stdout
 
 
+def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, train_here, monkeypatch):
+    monkeypatch.setattr("gptling.plan.STARTED", time.perf_counter() - 60)
+    done = run_here("train.py", *FLAGS, "--batch_size=64", cwd=here)
+    entry = json.loads((here / "out/mine/log.jsonl").read_text().splitlines()[-1])
+    n = json.loads((here / "data/mine/meta.json").read_text())["val"]["tokens"]
+    assert b" at a time\n" in done.stdout and entry["val_tokens"] == n - 1
+    assert entry["comparable_loss"] != entry["val_loss"]
+
+
 @pytest.mark.slow
 def test_two_processes_have_one_plan(here):
     output = finish(torchrun(ROOT / "train.py", *FLAGS, "--minutes=0.3", cwd=here))
