@@ -25,7 +25,7 @@ MAX_PARAMETERS_PER_TOKEN = 25  # of the text. Times the epochs, they are its mem
 DROPOUT_MEMORISATION, MAX_MEMORISATION = 35, 200
 EVALUATING_SHARE, LAST_EVALUATION = 0.04, 0.2  # of the time, at most: parts; the whole split
 MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time; the smaller of the two
-RESERVE, DROPOUT_COST = 1.07, 1.4  # times a step: for data and the log; for dropout on a CPU
+RESERVE = 1.07  # times a step: for data and the log
 SAVING, SAVING_PER_PARAMETER = 1.0, 1e-7  # seconds of a checkpoint and its sample: the larger
 
 
@@ -69,7 +69,6 @@ class Planner:
         """Return the fields that make the best of the time. At most four settings are timed."""
         candidate, step = self.choose_model()
         steps = self.schedule(candidate, step)["max_iters"]
-        steps *= DROPOUT_COST if candidate["dropout"] else 1  # decided by a run without dropout
         fields = self.fields_for(candidate, steps * tokens_per_step(candidate))
         if fields != candidate:
             step = self.time_step(fields)
