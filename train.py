@@ -174,8 +174,7 @@ def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, process
 def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
     """Return (model, it over all processes, that compiled, autocast, dtype, optimizers)."""
     torch.manual_seed(config.seed)
-    model = build_model(GPT, config, data, source)
-    device = processes.device
+    model, device = build_model(GPT, config, data, source), processes.device
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     compile = config.compile

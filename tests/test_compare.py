@@ -142,10 +142,10 @@ def test_the_time_of_a_step_is_the_mean_over_all_steps_after_the_warm_up():
 
 def test_the_same_code_gives_a_difference_of_exactly_zero(run_compare, monkeypatch):
     monkeypatch.setattr(compare, "step_time", lambda log: 1.0)
-    patch = comment_patch()
-    before = git("status", "--porcelain")
-    code, printed, trainings = run_compare(patch, "--seeds=1", "--", *FLAGS)
-    assert code == 0 and [side for side, _ in trainings] == ["working-tree", "same"]
+    patch, before = comment_patch(), git("status", "--porcelain")
+    again = shutil.copy(patch, "out/again.patch")  # which is not applied after the other one
+    code, printed, trainings = run_compare(patch, again, "--seeds=1", "--", *FLAGS)
+    assert code == 0 and [side for side, _ in trainings] == ["working-tree", "same", "again"]
     for question in ("after 20 steps", "in the time of 20 steps"):
         assert f"same against working-tree {question}: no difference at all" in printed.out
     assert git("status", "--porcelain") == before
