@@ -13,11 +13,10 @@ LOAD = Path("/proc/loadavg")  # Linux
 
 
 def limit_spinning():
-    """Set GOMP_SPINCOUNT if other threads run all the time, for three tenths of a second. A
-    variable that you have set stays."""
+    """Set GOMP_SPINCOUNT, unless you have set it, if others compute for 0.3 seconds."""
     chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
     one_thread = os.environ.get("OMP_NUM_THREADS") == "1"  # torchrun sets that
-    if chosen or one_thread or not LOAD.exists():
+    if chosen or one_thread or not os.access(LOAD, os.R_OK):
         return
     for _ in range(10):
         time.sleep(0.03)
