@@ -61,7 +61,7 @@ def run(main: Callable[[], int | None]):
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
     treat_hangup_as_sigterm()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace")  # whatever the locale says
+        stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
     try:
         code = main() or 0
     except KeyboardInterrupt:

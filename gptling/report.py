@@ -3,7 +3,6 @@
 import json
 import math
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -122,8 +121,7 @@ class Report:
             f"model: {size}{' are trained' * (trained < n)}, {shape}, context {config.block_size}\n"
             f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs), "
             f"saved in {config.out_dir}\n"
-            f"       {self.processes.device}, {dtype}{several}{resumed}\n",
-            flush=True,
+            f"       {self.processes.device}, {dtype}{several}{resumed}\n"
         )
 
     def seconds(self) -> float:
@@ -134,7 +132,6 @@ class Report:
         """Print a line that begins with the step of the last report, above the bar."""
         last = str(self.config.max_iters)
         tqdm.write(" | ".join([f"step {self.step:>{len(last)}}/{last}", *columns]))
-        sys.stdout.flush()
 
     def log(self, **entry) -> dict:
         """Write and return a line of log.jsonl."""

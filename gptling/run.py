@@ -116,12 +116,11 @@ class RunDirectory:
         if not (config.resume or config.auto_resume):
             ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
             raise UserError(f"{self.path} holds a run: {ways}")
-        newest = checkpoints[-1]
-        state = load_training_state(newest)
+        state = load_training_state(checkpoints[-1])
         config = resumed_config(config, state["config"], given, fixed)
         if state["progress"].step >= config.max_iters:
-            raise UserError(f"{newest} has all its steps: raise --max_iters={config.max_iters}")
-        return config, newest, state
+            raise UserError(f"{self.path} has all its steps: raise --max_iters={config.max_iters}")
+        return config, checkpoints[-1], state
 
     def restore(self, config: Any, model, optimizers: list, scaler, state: dict[str, Any]):
         """Load the state of a resumed run's optimizers and GradScaler, and print which code is not
