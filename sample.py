@@ -150,8 +150,7 @@ def main():
     with redirect_stdout(sys.stderr):  # which has the text alone
         model = load_model(GPT, checkpoint)
     original = copy.deepcopy(model) if config.explain else None  # in float32
-    wide = model.config.n_embd >= WIDE
-    dtype = pick_dtype(config.dtype, config.device, wide, only_stored=config.compile)
+    dtype = pick_dtype(config.dtype, config.device, model.config.n_embd >= WIDE, config.compile)
     cast_parameters(model, getattr(torch, dtype)).to(config.device)
     n = sum(parameter.numel() for parameter in model.parameters())
     print(f"{checkpoint}: {n:,} parameters; {config.device}, {dtype}", file=sys.stderr)

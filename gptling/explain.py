@@ -2,7 +2,6 @@
 
 import base64
 import json
-import math
 from pathlib import Path
 
 import tiktoken
@@ -58,10 +57,8 @@ def logits_and_attention(model: nn.Module, idx: torch.Tensor):
 @torch.no_grad()
 def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_prompt: int) -> dict:
     """Return the data of the page, by one forward pass. The first n_prompt ids are the prompt.
-
-    Of each token but the first, given those before it (temperature 1, no filter): its probability
-    and rank, and the ten likeliest in its place as [label, probability, whether it is the token].
-    attention: base64 of 65535 times the lower triangles of the weights in uint16."""
+    alternatives: the ten likeliest as [label, probability, whether it is the token]. attention:
+    base64 of 65535 times the lower triangles of the weights in uint16."""
     max_tokens = min(256, model.config.block_size)
     # From the beginning, so that each token has the context that it was drawn with. If the text
     # does not fit, a prompt of more than half of the page loses its beginning.
@@ -70,7 +67,9 @@ def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_pr
     T = len(shown)
     idx = torch.tensor([shown])
     logits, weights = logits_and_attention(model, idx)
-    probs = logits[:-1].masked_fill(~model.valid_tokens, -math.inf).softmax(dim=-1)  # (T - 1, V)
+    probs = (
+        logits[:-1].masked_fill(~model.valid_tokens, float("-inf")).softmax(dim=-1)
+    )  # (T - 1, V)
     token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
     top = probs.topk(min(10, int(model.valid_tokens.sum())))
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
@@ -96,8 +95,6 @@ def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_pr
 
 def write_page(path: Path, data: dict):
     """Write what explain returns as HTML, whole or not at all."""
-    text = json.dumps(data)  # ASCII
-    for character in "<>&":  # so that no token ends the script element or begins another
-        text = text.replace(character, f"\\u{ord(character):04x}")
+    text = json.dumps(data).replace("<", "\\u003c")  # so that no token ends the script element
     template = Path(__file__).with_name("explain_template.html").read_text(encoding="utf-8")
     replace(path, template.replace("__DATA__</script>", f"{text}</script>").encode())
