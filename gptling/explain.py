@@ -67,9 +67,8 @@ def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_pr
     T = len(shown)
     idx = torch.tensor([shown])
     logits, weights = logits_and_attention(model, idx)
-    probs = (
-        logits[:-1].masked_fill(~model.valid_tokens, float("-inf")).softmax(dim=-1)
-    )  # (T - 1, V)
+    logits = logits[:-1].masked_fill(~model.valid_tokens, float("-inf"))
+    probs = logits.softmax(dim=-1)  # (T - 1, V)
     token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
     top = probs.topk(min(10, int(model.valid_tokens.sum())))
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)

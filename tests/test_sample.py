@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from gptling import decoding
-from gptling.decoding import attend_one_query, speed_up
+from gptling.decoding import GraphedStep, attend_one_query, speed_up
 from gptling.gpt2_format import save
-from gptling.steps import GraphedStep
 from gptling.streaming import Sample
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
