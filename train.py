@@ -179,7 +179,8 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     compile = config.compile
     if compile == "auto":
-        compile = device == "cuda" and (config.minutes > 2 or config.max_iters > 1000)
+        long = config.minutes > 2 if config.minutes else config.max_iters > 1000
+        compile = device == "cuda" and long
     rows = micro_batches(config, processes.world_size)[0] * config.block_size
     use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
@@ -213,11 +214,15 @@ def main():
         prepare(PrepareConfig())
     processes.barrier()
     last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
-    if not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
+    if config.resume and last == "minutes":
+        raise UserError("--minutes is for new runs: raise --max_iters to train longer")
+    planned = not (state or config.eval_only) and (config.max_iters is None or last == "minutes")
+    if planned:
         config.max_iters = None
         plan_run(config, longest, partial(set_up, source=source, processes=processes), processes)
     elif not state:
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
+    config.minutes *= planned
     if config.warmup_iters > config.max_iters:
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
 
@@ -288,7 +293,9 @@ def main():
         report_now = evaluate_now or report.due(done)
         stopped = signals.received()
         if device == "cpu" or report_now or stopped:
-            check_finite("the loss", losses["loss"].item(), done, config)  # which waits for a GPU
+            # float16 skips a step of which the gradient is not finite. .item() waits for a GPU.
+            both = losses["loss"] + (0 if scaler.is_enabled() else norm)
+            check_finite("the loss or its gradient", both.item(), done, config)
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
         overflow = scaler.is_enabled() and not math.isfinite(norm)
         for optimizer in optimizers:

@@ -96,6 +96,7 @@ MISTAKES = [
     ("train.py --resume --auto_resume", "only one of", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
     ("train.py --resume --out_dir=out/mine", "out/mine", "--max_iters"),
+    ("train.py --resume --out_dir=out/mine --max_iters=30 --minutes=5", "--minutes", "--max_iters"),
     ("train.py --resume --out_dir=out/mine --max_iters=30 --n_layer=3", "--n_layer=3", "has 2"),
     (
         "train.py --resume --out_dir=out/mine --max_iters=30 --dataset=other",

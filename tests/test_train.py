@@ -272,7 +272,7 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
 def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(here, monkeypatch, train_here):
     monkeypatch.setattr("train.learning_rate", lambda *_: 1e30)
     process = run_here("train.py", *MINE, cwd=here)
-    one_line(process, "the loss is nan at step 2: lower --learning_rate")
+    one_line(process, "the loss or its gradient is nan at step 2: lower --learning_rate")
     assert list_checkpoints(here / "out" / "mine") == []
 
 
