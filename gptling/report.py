@@ -217,9 +217,10 @@ class Report:
         best = best_checkpoint(self.config.out_dir)
         loss = f"{read_metrics(best)['bits_per_byte']:.3f} bits per byte"
         print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
-        print(f"Next: python sample.py {out_dir}")
+        then = f"python sample.py {out_dir} --interactive"
         if self.config.dataset == "quickstart":
-            print("      python prepare.py my.txt && python train.py --dataset=my --minutes=5")
+            then = "python prepare.py my.txt && python train.py --dataset=my --minutes=5"
+        print(f"Next: python sample.py {out_dir}\n      {then}")
 
 
 def print_evaluation(name, data, val_loss: float, bits_per_byte: float, val_tokens: int):

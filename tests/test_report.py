@@ -157,7 +157,7 @@ def test_the_last_lines_can_be_pasted(tmp_path, capsys):
     mine = "python prepare.py my.txt && python train.py --dataset=my --minutes=5"
     stopped = ["Stopped at step 12.", f"Next: python train.py --out_dir='{out_dir}' --resume"]
     for stop, dataset, words in (
-        (False, "mine", [done, f"Next: {sample}"]),
+        (False, "mine", [done, f"Next: {sample}", f"      {sample} --interactive"]),
         (False, "quickstart", [done, f"Next: {sample}", f"      {mine}"]),
         (True, "mine", stopped),
     ):
