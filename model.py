@@ -11,7 +11,7 @@ C width (n_embd), nh heads, hs size of a head (C / nh), V vocabulary, N = B T ro
 References:
 - Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/1706.03762
 - Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2): pre-LayerNorm,
-  learned positions, residual initialisation scaled by depth; the sizes are those of its checkpoints
+  learned positions, residual initialisation scaled by depth, and the sizes of its checkpoints
 - Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", https://arxiv.org/abs/1606.08415
 - Press and Wolf 2017, tied embeddings, https://arxiv.org/abs/1608.05859
 """
@@ -32,15 +32,15 @@ def require(condition: bool, message: str):
 
 @dataclass
 class GPTConfig:
-    """The sizes of a model, by default GPT-2's (124 M parameters); all but vocab_size are flags."""
+    """The sizes of a model, by default GPT-2's (124 M parameters). All but vocab_size are flags."""
 
     block_size: int = 1024  # the longest sequence that the model sees at once, in tokens
     vocab_size: int = 50257
     n_layer: int = 12  # blocks
     n_head: int = 12  # attention heads in each block
     n_embd: int = 768  # width
-    dropout: float = 0.0  # share of activations set to 0 in training; 0.1 to 0.2 for little data
-    bias: bool = True  # in linear layers and LayerNorms; GPT-2 has them
+    dropout: float = 0.0  # share of activations set to 0 in training, 0.1 to 0.2 for little data
+    bias: bool = True  # in linear layers and LayerNorms, as in GPT-2
 
     def __post_init__(self):
         divides = self.n_embd % self.n_head == 0
@@ -53,6 +53,8 @@ def hide_padding(mask, padding_mask):
     gradient stay finite: what it gets is then multiplied by has_key."""
     hidden = False if mask.dtype == torch.bool else -math.inf
     if padding_mask is not None:
+        if padding_mask.dtype != torch.bool:
+            raise TypeError(f"padding_mask is {padding_mask.dtype}: bool, True = may attend")
         mask = mask.masked_fill(~padding_mask[:, None, None, :], hidden)
     has_key = (mask != hidden).any(dim=-1, keepdim=True)
     return mask.masked_fill(~has_key, 1), has_key
@@ -66,7 +68,7 @@ def check_length(length: int, block_size: int):
 class MultiHeadAttention(nn.Module):
     """softmax(Q K^T / sqrt(hs)) V for n_head heads (Vaswani et al. 2017, section 3.2).
 
-    Self-attention, or cross-attention where `context` is given; causal, in both, by default.
+    Self-attention, or cross-attention if `context` is given. Both are causal by default.
     Boolean masks say True = may attend. In training there is dropout of weights and output."""
 
     attend = staticmethod(F.scaled_dot_product_attention)  # the kernel; a seam for speed
@@ -89,10 +91,10 @@ class MultiHeadAttention(nn.Module):
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
         """x (B, T, d_in) to (B, T, d_out).
 
-        context (B, S, d_in): where keys and values come from; x itself if not given.
+        context (B, S, d_in): where keys and values come from. x itself if not given.
         padding_mask (B, S) bool: False hides a key. A query without any key gets c_proj's bias.
-        cache, without context: keys and values of earlier calls, before those of x; S counts both.
-        Raises ValueError for a sequence longer than block_size."""
+        cache, without context: keys and values of earlier calls, before those of x. S counts both.
+        Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool."""
         past = 0 if cache is None else cache.length  # keys before that of the first query
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs); of a context k, v (B, nh, S, hs)
         if cache is not None:
@@ -158,7 +160,7 @@ class KVCache:
         self.dtype, self.length = dtype, 0
 
     def append(self, k: torch.Tensor, v: torch.Tensor, block_size: int):
-        """Store k and v (B, nh, T, hs); return all so far, two tensors (B, nh, S, hs)."""
+        """Store k and v (B, nh, T, hs). Return all so far, two tensors (B, nh, S, hs)."""
         if self.k is None:
             self.k = k.new_empty(*k.shape[:2], block_size, k.size(3), dtype=self.dtype)
             self.v = v.new_empty(*v.shape[:2], block_size, v.size(3), dtype=self.dtype)
@@ -201,13 +203,11 @@ class Block(nn.Module):
 
 def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
     """Logits (B, V) to the probabilities (B, V) that the next token is drawn from.
-
-    temperature divides the logits; 0 takes the likeliest. Then, in this order: keep the top_k
-    likeliest (0: all); keep the fewest likeliest whose sum reaches top_p (Holtzman et al. 2019,
-    https://arxiv.org/abs/1904.09751); drop what has less than min_p times the likeliest's
+    temperature divides the logits. 0 keeps the likeliest alone. Then, in this order: keep the top_k
+    likeliest (0: all), keep the fewest likeliest whose sum reaches top_p (Holtzman et al. 2019,
+    https://arxiv.org/abs/1904.09751), drop what has less than min_p times the likeliest's
     probability (Nguyen et al. 2024, https://arxiv.org/abs/2407.01082). The likeliest stays."""
     require(0 <= temperature < math.inf, f"temperature={temperature}: must be at least 0")
-    require(top_k >= 0, f"top_k={top_k}: must be at least 0")
     require(0 < top_p <= 1, f"top_p={top_p}: must be above 0 and at most 1")
     require(0 <= min_p <= 1, f"min_p={min_p}: must be from 0 to 1")
     if temperature == 0:
@@ -304,7 +304,7 @@ class GPT(nn.Module):
         return [name for name, parameter in self.named_parameters() if parameter not in known]
 
     def hidden(self, idx, padding_mask=None, cache=None):
-        """The final LayerNorm's output (B, T, C); arguments as for forward."""
+        """The final LayerNorm's output (B, T, C). Arguments as for forward."""
         past = cache[0].length if cache else 0
         S = past + idx.size(1)
         check_length(S, self.config.block_size)
@@ -323,7 +323,7 @@ class GPT(nn.Module):
         return self.lm_head(x)
 
     def losses(self, logits, targets):
-        """-log softmax(logits)[target] in nats, (N,), of logits (N, V); 0 if a target is -100.
+        """-log softmax(logits)[target] in nats, (N,), of logits (N, V). 0 if a target is -100.
         Training may call it with some of the rows. Put what is of the training loss alone behind
         `if self.training:`. To mask targets, set them to -100 in train.py's loop, not here."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for sums over V

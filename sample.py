@@ -34,18 +34,18 @@ from model import GPT, next_token_probs
 
 @dataclass
 class SampleConfig:
-    run: tyro.conf.Positional[str] = ""  # a run, a checkpoint, or gpt2; default: the newest run
-    prompt: str = ""  # text to continue; \n is a newline; - reads it from standard input
+    run: tyro.conf.Positional[str] = ""  # a run, a checkpoint, or gpt2. Default: the newest run
+    prompt: str = ""  # text to continue. \n is a newline, - reads it from standard input
     prompts: str = ""  # file with one prompt per line, completed as one batch
     interactive: bool = False  # ask for one prompt after another
     num_samples: PositiveInt = 1  # samples per prompt
-    max_new_tokens: int = 500  # tokens to generate; an end-of-text token stops earlier
-    temperature: float = 0.8  # lower is more predictable; 0 is greedy decoding
-    top_k: int = 200  # sample from the k most likely tokens; 0: from all
-    top_p: float = 1.0  # sample from the fewest tokens whose probabilities reach this sum; 1: all
+    max_new_tokens: int = 500  # tokens to generate. An end-of-text token stops earlier
+    temperature: float = 0.8  # lower is more predictable. 0 is greedy decoding
+    top_k: int = 200  # sample from the k most likely tokens. 0: from all
+    top_p: float = 1.0  # sample from the fewest tokens whose probabilities reach this sum. 1: all
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most likely one
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # stop before this text; \n is a newline
-    seed: int = 1337  # random seed; same seed and settings, same text
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # stop before this text. \n is a newline
+    seed: int = 1337  # random seed: same seed and settings, same text
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda, mps or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the weights
     compile: bool = False  # use torch.compile: slow to start, faster for long texts
@@ -95,9 +95,9 @@ def make_samples(tokenizer, prompts: list[str], config: SampleConfig) -> list[Sa
 
 
 def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleConfig):
-    """Complete all samples as one batch and print them in order. The first appears token by token;
-    the one after it continues from where it is when the first has ended. Sample i of a prompt is
-    drawn with seed + i, whatever else is in the batch."""
+    """Complete all samples as one batch and print them in order. The first appears token by token.
+    When it has ended, the one after it continues from there. Sample i of a prompt is drawn with
+    seed + i, whatever else is in the batch."""
     block_size, T = model.config.block_size, max(sample.n_prompt for sample in samples)
     if T > block_size:
         print(f"the model sees the last {block_size} of {T} tokens", file=sys.stderr)
@@ -127,7 +127,7 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
 
 def converse(model: GPT, tokenizer, config: SampleConfig):
     """Complete one prompt after another from standard input, until an empty line."""
-    print("a prompt, then Enter; Ctrl-C stops a text, an empty line quits", file=sys.stderr)
+    print("Type a prompt and Enter. Ctrl-C stops a text, an empty line quits.", file=sys.stderr)
     print("> ", end="", file=sys.stderr, flush=True)
     while prompt := sys.stdin.readline().rstrip("\r\n"):
         try:

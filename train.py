@@ -52,19 +52,19 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     block_size: Planned[PositiveInt] = None  # context length: tokens per training sequence
     n_layer: Planned[PositiveInt] = None  # number of transformer blocks
     n_head: Planned[PositiveInt] = None  # attention heads per block
-    n_embd: Planned[PositiveInt] = None  # width of the model; divisible by n_head
+    n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
     dropout: Planned[Fraction] = None  # share of activations set to 0 in training
     bias: bool = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: Suppress[int] = 1  # the tokenizer's
-    vocab_multiple: PositiveInt = 1  # round the vocabulary size up to a multiple; 128 suits GPUs
+    vocab_multiple: PositiveInt = 1  # round the vocabulary size up to a multiple. 128 suits GPUs
     # data
     dataset: str = "quickstart"  # name of a directory under data/, made by prepare.py
     allow_changed_data: bool = False  # resume even though the dataset has changed
     # run
-    minutes: float = 1.0  # time budget: what you do not set is planned for it; or give --max_iters
-    max_iters: Planned[PositiveInt] = None  # number of training steps; replaces --minutes
-    out_dir: str = ""  # where to write checkpoints and the log; out/DATASET if empty
-    resume: bool = False  # continue from out_dir's newest checkpoint; flags override its settings
+    minutes: float = 1.0  # time budget: what you do not set is planned for it. Or give --max_iters
+    max_iters: Planned[PositiveInt] = None  # number of training steps. It replaces --minutes
+    out_dir: str = ""  # where to write checkpoints and the log: out/DATASET if empty
+    resume: bool = False  # continue from out_dir's newest checkpoint. Flags override its settings
     auto_resume: bool = False  # resume if out_dir has a checkpoint, otherwise begin
     overwrite: bool = False  # move the run in out_dir to OUT_DIR.old, and begin
     init_from: str = "scratch"  # start from: scratch, a run, a checkpoint, or a GPT-2 on the hub
@@ -73,14 +73,14 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     # optimizer
     batch_size: Planned[PositiveInt] = None  # sequences per micro-batch
     gradient_accumulation_steps: Planned[PositiveInt] = None  # micro-batches per step, in total
-    optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in the blocks; AdamW for the rest
+    optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in the blocks. AdamW for the rest
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
-    muon_lr: Planned[float] = None  # Muon's peak learning rate; follows the same schedule
-    muon_momentum: Fraction = 0.9  # Muon's momentum; shorter runs prefer a lower value
-    weight_decay: float = 0.1  # for matrices; biases and LayerNorms do not decay
+    muon_lr: Planned[float] = None  # Muon's peak learning rate. It follows the same schedule
+    muon_momentum: Fraction = 0.9  # Muon's momentum. Shorter runs prefer a lower value
+    weight_decay: float = 0.1  # for matrices. Biases and LayerNorms do not decay
     beta1: Fraction = 0.9  # AdamW: decay rate of the moving average of gradients
     beta2: Fraction = 0.99  # AdamW: decay rate of the moving average of squared gradients
-    grad_clip: float = 1.0  # clip the gradient norm to this; 0 disables clipping
+    grad_clip: float = 1.0  # clip the gradient norm to this. 0 disables clipping
     # schedule
     schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate decays
     warmup_iters: Planned[int] = None  # steps of linear warm-up
@@ -89,7 +89,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split
     eval_interval: Planned[PositiveInt] = None  # evaluate and save a checkpoint every so many steps
-    eval_tokens: Planned[int] = None  # validate on about this many tokens, evenly spread; 0: on all
+    eval_tokens: Planned[int] = None  # validate on about this many tokens, evenly spread. 0: on all
     keep_last: PositiveInt = 2  # recent checkpoints to keep, besides the best one
     log_interval: PositiveInt = 10  # steps between lines of log.jsonl
     curves: bool = True  # write loss.png and TensorBoard files, if these packages are installed
@@ -97,7 +97,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     # machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda, mps or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of matmuls
-    compile: Literal["auto", True, False] = "auto"  # use torch.compile; auto: long runs on CUDA
+    compile: Literal["auto", True, False] = "auto"  # use torch.compile. auto: long runs on CUDA
     recompute: bool = False  # save memory: recompute activations in the backward pass
     deterministic: bool = False  # reproducible results on a GPU too, at some cost in speed
     fsdp: bool = False  # shard the model over all processes, if it does not fit on one GPU
@@ -121,7 +121,7 @@ SMALL |= {"max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
 
 def learning_rate(step: int, config: TrainConfig) -> float:
     """AdamW's learning rate in step `step`, counted from 0: a linear rise, then a cosine to min_lr,
-    or a plateau and a line to it; the last step has min_lr."""
+    or a plateau and a line to it. The last step has min_lr."""
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / config.warmup_iters
     steps = config.max_iters - 1 - config.warmup_iters

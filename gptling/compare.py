@@ -92,7 +92,7 @@ def judge(differences: list[float], ratios: list[float]) -> str:
     half, size = t_quantile(n - 1) * statistics.stdev(differences) / math.sqrt(n), abs(mean)
     interval = f"{mean - half:+.4f} to {mean + half:+.4f} bits per byte, negative is better"
     if max(ratios) > 1.1 * min(ratios):
-        return f"the times vary too much to say ({interval}); delete out/compare and try again"
+        return f"the times vary too much to say ({interval}): delete out/compare and try again"
     if size <= half:
         return f"no difference that {n} seeds can show ({interval})"
     verdict = "better" if mean < 0 else "worse"

@@ -76,7 +76,7 @@ def read_documents(source: Source, field: str) -> Iterator[Iterator[str]]:
     return (document for text, document in groupby(_read(source, field), bool) if text)
 
 
-def _read(source, field):  # pieces; an empty one ends a document
+def _read(source, field):  # pieces: an empty one ends a document
     name = source.name.lower() if isinstance(source, Path) else ""
     if name.endswith(NOT_TEXT):
         raise ValueError("unpack it, or save it as .txt, .jsonl or .parquet")

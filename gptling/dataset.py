@@ -126,7 +126,7 @@ def get_sequences(
         epoch, i = divmod(first + row, int(ends[-1]))
         number = sequence_order(int(ends[-1]), config.seed, epoch)[i]
         n = int(np.searchsorted(ends, number, side="right"))  # its shard
-        places = min(T, len(shards[n]) - in_shard[n] * T)  # where the first sequence may begin
+        places = min(T, len(shards[n]) - in_shard[n] * T)  # places of the first sequence
         offset = np.random.default_rng((config.seed, epoch, n)).integers(places)
         start = offset + (number - (ends[n] - in_shard[n])) * T
         sequences[row] = shards[n][start : start + T + 1]

@@ -1,6 +1,6 @@
 """Fast decoding, for sampling only: a copy of a model whose layers and step are faster.
 
-Layers are known by their type and by the name `attend`; others stay as they are. The copy is used
+Layers are known by their type and by the name `attend`. Others stay as they are. The copy is used
 only if its first logits are those of model.py."""
 
 import copy
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from gptling.devices import float32_attention, has_fast_matmul, use_float32_attention
 from gptling.files import UserError
 
-WIDE = 256  # n_embd from which bfloat16 and oneDNN pay; narrower models stay in the cache
+WIDE = 256  # n_embd from which bfloat16 and oneDNN pay: narrower models stay in the cache
 COMPARED = 16  # tokens by which the fast model is compared with model.py
 
 
@@ -121,7 +121,7 @@ class RowLinear(nn.Linear):
 
 
 def attend_one_query(q, k, v, attn_mask=None, **options):
-    """float32_attention; for one query in a compiled step written out, which Inductor fuses."""
+    """float32_attention. For one query in a compiled step it is written out, to be fused."""
     plain = not any(options.values()) and (attn_mask is None or attn_mask.dtype == torch.bool)
     if q.size(2) > 1 or not plain or not torch.compiler.is_compiling():
         return float32_attention(q, k, v, attn_mask, **options)

@@ -16,7 +16,7 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return next((name for name in found if found[name]), "cpu")
     if not found.get(device, True):
-        raise UserError(f"--device={device}: PyTorch finds none here; give --device=auto")
+        raise UserError(f"--device={device}: PyTorch finds none here, give --device=auto")
     return device
 
 
@@ -28,7 +28,7 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
 
 
 def pick_dtype(dtype: str, device: str, wide: bool, only_stored: bool = False) -> str:
-    """`auto` to the fastest dtype for a model's weights; on a CPU bfloat16 pays if the model is
+    """`auto` to the fastest dtype for a model's weights. On a CPU bfloat16 pays if the model is
     `wide`, and there are instructions for matmuls, or weights are `only_stored` in it."""
     if dtype != "auto":
         return dtype
@@ -40,7 +40,7 @@ def pick_dtype(dtype: str, device: str, wide: bool, only_stored: bool = False) -
 
 
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Cast the parameters; unlike nn.Module.to, leave buffers, such as angles, as they are."""
+    """Cast the parameters. Unlike nn.Module.to, leave buffers, such as angles, as they are."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -50,7 +50,7 @@ def lock_directory(directory: Path) -> filelock.FileLock:
     try:
         lock.acquire()
     except filelock.Timeout:
-        raise UserError(f"{directory}: another process is writing there; wait for it") from None
+        raise UserError(f"{directory}: wait for another process that is writing there") from None
     return lock
 
 

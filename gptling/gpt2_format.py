@@ -206,7 +206,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     lines.append(f"the logits are {'' if unchanged else 'not '}those of the checkpoint")
     if not (unchanged or allow_changed):
         reason = f"model.py computes something else than the model there did: {'; '.join(lines)}"
-        raise ValueError(f"{reason}; train.py --allow_changed_model trains on from it")
+        raise ValueError(f"{reason}. train.py --allow_changed_model trains on from it")
     if allow_changed or lines[1:]:
         print(*(f"{directory}: {line}" for line in lines), sep="\n")
     if (tokenizer := directory / "tokenizer.json").is_file():

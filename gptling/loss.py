@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from gptling.files import UserError
 
 ROWS_WITHOUT_GRADIENT = 1024  # rows of logits held at a time if no gradient is needed
-# Logits in float32 at a time: 16 MB stay in a CPU's cache; 512 MB elsewhere.
+# Logits in float32 at a time: 16 MB stay in a CPU's cache, 512 MB elsewhere.
 LOGITS_AT_ONCE = {"cpu": 1 << 22}
 
 
@@ -84,7 +84,7 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
         except (AttributeError, TypeError, RuntimeError):  # forward or autograd needs the logits
             pieces = math.nan * plain
     if not torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7):
-        print("chunked loss disabled: forward() has another loss or gradient; it uses more memory")
+        print("chunked loss disabled, memory grows: forward() has another loss or gradient")
         return
     # Out of the compiled graph pieces differentiate inside. That imports the compiler, in a second.
     free = torch.cuda.mem_get_info()[0] if rows and torch.cuda.is_available() else 0

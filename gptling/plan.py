@@ -1,7 +1,7 @@
 """Plan a training run for a given time: train.py --minutes.
 
 The rules are fitted to the sweeps in docs/minutes.md. Parameters grow with the tokens as in
-Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556; batches as in Bergsma et al. 2025,
+Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556, batches as in Bergsma et al. 2025,
 https://arxiv.org/abs/2505.13738.
 """
 
@@ -25,8 +25,8 @@ MAX_PARAMETERS_PER_TOKEN = 25  # of the text. Times the epochs, they are its mem
 DROPOUT_MEMORISATION, MAX_MEMORISATION = 35, 200
 EVALUATING_SHARE, LAST_EVALUATION = 0.04, 0.2  # of the time, at most: parts; the whole split
 MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time; the smaller of the two
-RESERVE = 1.07  # times a step: for data and the log
-SAVING, SAVING_PER_PARAMETER = 1.0, 1e-7  # seconds of a checkpoint and its sample: the larger
+RESERVE = 1.05  # times a step: for data and the log
+SAVING, SAVING_PER_PARAMETER = 0.4, 1e-7  # seconds of a checkpoint and its sample: the larger
 
 
 def fill_in(config, values: dict):
@@ -216,7 +216,7 @@ def plan_run(config, longest: float, set_up, processes):
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())
     muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""
-    ends = "; it ends before it overfits" * (config.max_iters >= planner.max_steps(vars(config)))
+    ends = ". It ends before it overfits" * (config.max_iters >= planner.max_steps(vars(config)))
     print(
         f"plan for {config.minutes:g} min: {config.n_layer} layers of {config.n_embd}, "
         f"{config.max_iters:,} steps, dropout {config.dropout:g}, "

@@ -32,7 +32,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if re.fullmatch(HUB_NAMES, path.as_posix()):
         return download(path.as_posix())
     names = ", ".join(run.as_posix() for run in runs[-9:]) or "none"
-    raise UserError(f"{path}: no checkpoint there (a directory with a config.json); runs: {names}")
+    raise UserError(f"{path}: no checkpoint there (a directory with a config.json). Runs: {names}")
 
 
 def download(name: str) -> Path:
@@ -52,7 +52,7 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
     stored = gpt2_format.stored_sizes(model_class, read_json(path / "config.json"))
     if not (path / "model.safetensors").is_file():
         remedy = f"GPT2LMHeadModel.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
-        raise UserError(f"{path}: no model.safetensors; transformers makes one: {remedy}")
+        raise UserError(f"{path}: no model.safetensors, which transformers makes: {remedy}")
     try:
         return gpt2_format.load(model_class, path, allow_changed, **changes)
     except SafetensorError as error:

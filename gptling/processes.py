@@ -72,7 +72,7 @@ class Processes:
         processes. fsdp: shard parameters and optimizer states. Raises UserError for float16."""
         self.sharded = fsdp and self.world_size > 1
         if self.sharded and dtype == "float16":
-            raise UserError("--fsdp: float16's scale is not shared; use another --dtype")
+            raise UserError("--fsdp: float16's scale is not shared, use another --dtype")
         if self.sharded:
             return self._shard(model)
         model.to(self.device)

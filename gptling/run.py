@@ -10,7 +10,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError  # what torch.load raises; nothing here is unpickled
+from pickle import UnpicklingError  # what torch.load raises. Nothing here is unpickled
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:
-    """Return the checkpoints in the directory of a run, oldest first; [] for any other path."""
+    """Return the checkpoints in the directory of a run, oldest first, or [] for any other path."""
     found = [file.parent for file in Path(run).glob("checkpoint-*/metrics.json")]
     return sorted((p for p in found if re.fullmatch(r"checkpoint-\d+", p.name)), key=step_of)
 

@@ -77,7 +77,7 @@ def make_bpe(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktok
 
 def make_auto(texts: Iterable[str], vocab_size: int, end_of_text: bool) -> tiktoken.Encoding:
     """Characters for a short text, otherwise a BPE. Its size grows with the text and with the
-    merges that the text's characters need; a repetitive text may yield fewer tokens."""
+    merges that the text's characters need. A repetitive text may yield fewer tokens."""
     if vocab_size:
         return make_bpe(texts, vocab_size, end_of_text)
     sample, n_bytes = draw_sample(texts, BPE_SAMPLE)
@@ -206,7 +206,7 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
         hint = f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(directory)!r})"
-        raise UserError(f"{directory}: no tokenizer.json; transformers makes one: {hint}")
+        raise UserError(f"{directory}: no tokenizer.json, which transformers makes: {hint}")
     try:
         return _from_json(json.loads(file.read_text(encoding="utf-8")), name="stored")
     except (LookupError, TypeError, AttributeError, ValueError) as error:

@@ -181,6 +181,11 @@ def test_hidden_keys_do_not_matter_and_padded_queries_get_zeros():
     assert (y[1] == 0).all() and (y[0, :3] == 0).all()
 
 
+def test_a_mask_that_is_not_bool_is_refused():
+    with pytest.raises(TypeError, match="bool"):  # Hugging Face's are of integers
+        MultiHeadAttention(6, 8, 7, 2)(torch.randn(1, 7, 6), padding_mask=torch.ones(1, 7).long())
+
+
 def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():
     attn, x = MultiHeadAttention(6, 8, 7, 2), torch.randn(1, 8, 6)
     for call in (lambda: attn(x), lambda: attn.attention_weights(x), lambda: attn(x[:, :3], x)):

@@ -99,7 +99,7 @@ def test_a_directory_is_locked_until_it_is_released_or_the_process_ends(tmp_path
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, **streams) as process:
         assert process.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="another process is writing there"):
+        with pytest.raises(UserError, match="another process that is writing there"):
             lock_directory(tmp_path)
         process.send_signal(signal.SIGKILL)
     for _ in range(2):
