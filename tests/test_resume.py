@@ -88,7 +88,8 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
     process = train(*flags, cwd=here)
     assert process.returncode == 128 + signal.SIGTERM
     assert b"Stopped at step 13.\nNext: python train.py --out_dir=out/mine --r" in process.stdout
-    assert b"from step 13" in train(*RESUME, cwd=here).stdout
+    resumed = train(*RESUME, cwd=here).stdout
+    assert b"from step 13" in resumed and b"rate jumps" not in resumed
     assert_equal_runs(here / "out/whole", here / "out/mine", 20)
 
 
@@ -182,6 +183,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
     meta = finished / "data/better name/meta.json"
     meta.write_text(re.sub('"sha256": "..', '"sha256": "00', meta.read_text()))
     flags = [*RESUME, "--max_iters=25", "--learning_rate=5e-3", "--dataset=better name"]
+    flags += ["--warmup_iters=30"]
     process = train(*flags, cwd=finished)
     assert process.returncode == 1 and b"--allow_changed_data" in process.stderr
     process = train(*flags, "--allow_changed_data", cwd=finished)
@@ -189,6 +191,8 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
     assert process.returncode == 0, process.stderr
     assert "max_iters: 20 -> 25" in output and "learning_rate: 0.01 -> 0.005" in output
     assert "dataset: mine -> better name" in output and "n_embd" not in output
+    assert "--warmup_iters=30: the run ends first, at 25" in output
+    assert "the learning rate jumps from 0.001 to 0.00333 at step 20" in output
     config = tomllib.loads((finished / "out/mine/config.toml").read_text("utf-8"))
     assert (config["max_iters"], config["learning_rate"], config["n_embd"]) == (25, 5e-3, 16)
     assert log_of(finished / "out/mine")[-1]["step"] == 25
