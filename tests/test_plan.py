@@ -136,7 +136,7 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
     n = math.ceil(fields["max_iters"] / fields["eval_interval"])
     tokens = eval_part(fields) or len(data.val)
     evaluating = tokens * step / tokens_per_step(fields) / 3  # without a backward pass
-    saving = max(1, planner.parameters(fields) / 1e7)
+    saving = max(0.4, planner.parameters(fields) / 1e7)
     spent = 60 * minutes - planner.left + fields["max_iters"] * step + n * (evaluating + saving)
     if fields["eval_tokens"] is None:  # the last one covers the whole split
         spent += len(data.val) * step / tokens_per_step(fields) / 3
