@@ -1,7 +1,7 @@
 """Make the pictures of the README and the docs again, in docs/:
 
     python docs/pictures.py attention
-    python docs/pictures.py minutes out/minutes_1 out/minutes_5 out/nanogpt_recipe
+    python docs/pictures.py minutes out/minutes_1 out/minutes_5 out/minutes_20 out/nanogpt_recipe
     python docs/pictures.py explain page.html TOKEN LAYER HEAD  # a page of sample.py --explain
 
 You need pip install -e '.[curves,browser]', and Chromium with its driver for `explain`.
@@ -51,7 +51,9 @@ def minutes(*runs: str):
         axes.plot(seconds, losses, "o-", markersize=4, color=BLUE if planned else ORANGE)
         name = f"--minutes={run.rsplit('_', 1)[1]}" if planned else "nanoGPT's CPU recipe"
         label = f"{name}: {losses[-1]:.3f} after {seconds[-1]:.0f} s"
-        place = {"textcoords": "offset points", "xytext": (0, -16) if planned else (8, -3)}
+        # Below its end, but above it for the last planned run, and beside it for the recipe.
+        offset = ((24, 16) if run == runs[-2] else (0, -16)) if planned else (8, -3)
+        place = {"xytext": offset, "textcoords": "offset points"}
         place |= {"ha": "center" if planned else "left", "color": BLUE if planned else ORANGE}
         axes.annotate(label, (seconds[-1], losses[-1]), **place)
     axes.set_ylim(bottom=1.9)

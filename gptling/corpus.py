@@ -26,7 +26,7 @@ SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespe
 CHUNK = 1 << 20  # characters of a text file that are read at once
 GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
-TOKENS_PER_SHARD = 100_000_000
+TOKENS_PER_SHARD = 50_000_000
 # Parts of Python's library that are tests, tables or generated, or that not every Python has.
 NO_EXAMPLES = re.compile(
     r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities|stringprep|this"

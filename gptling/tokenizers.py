@@ -24,7 +24,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from gptling.files import UserError
 
 END_OF_TEXT = "<|endoftext|>"
-BPE_SAMPLE = 100_000_000  # characters to train a BPE on, at most
+BPE_SAMPLE = 50_000_000  # characters to train a BPE on, at most
 SAMPLE_PIECE = 1 << 12  # characters that are drawn or left out together, the longest word of a BPE
 LONG_RUN = re.compile(r"([^\W\d_]{2048}|\d{2048}|\s{2048}|(?:[^\w\s]|_){2048})")  # of one kind
 ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
