@@ -21,7 +21,7 @@ import tyro
 from tqdm import tqdm
 
 from gptling import tokenizers
-from gptling.cli import UserError, load, run
+from gptling.cli import Empty, UserError, load, run
 from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
 from gptling.files import new_directory, replace
 
@@ -29,11 +29,11 @@ from gptling.files import new_directory, replace
 @dataclass
 class PrepareConfig:
     # files, folders, hf:NAME:CONFIG:SPLIT, or shakespeare. Default: Python's standard library
-    sources: tyro.conf.Positional[tuple[str, ...]] = ()
+    sources: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()
     field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
     tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
     vocab_size: int = 0  # size of a bpe with its end-of-text token. 0: 4096, or auto's choice
-    name: str = ""  # directory under data/. Default: the name of the first source
+    name: Empty[str] = ""  # directory under data/. Default: the name of the first source
     overwrite: bool = False  # replace data/NAME if it exists
 
     def __post_init__(self):

@@ -22,7 +22,7 @@ import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
 import tyro
 
-from gptling.cli import PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import Empty, PositiveInt, UserError, check_numbers, load, run
 from gptling.decoding import WIDE, speed_up
 from gptling.devices import cast_parameters, pick_device, pick_dtype
 from gptling.explain import explain, write_page
@@ -34,9 +34,9 @@ from model import GPT, next_token_probs
 
 @dataclass
 class SampleConfig:
-    run: tyro.conf.Positional[str] = ""  # a run, a checkpoint, or gpt2. Default: the newest run
-    prompt: str = ""  # text to continue. \n is a newline, - reads it from standard input
-    prompts: str = ""  # file with one prompt per line, completed as one batch
+    run: tyro.conf.Positional[Empty[str]] = ""  # a run, a checkpoint, gpt2. Default: the newest run
+    prompt: Empty[str] = ""  # text to continue. \n is a newline, - reads it from standard input
+    prompts: Empty[str] = ""  # file with one prompt per line, completed as one batch
     interactive: bool = False  # ask for one prompt after another
     num_samples: PositiveInt = 1  # samples per prompt
     max_new_tokens: int = 500  # tokens to generate. An end-of-text token stops earlier
@@ -49,7 +49,7 @@ class SampleConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda, mps or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the weights
     compile: bool = False  # use torch.compile: slow to start, faster for long texts
-    explain: str = ""  # write a web page with token probabilities and attention
+    explain: Empty[str] = ""  # write a web page with token probabilities and attention
 
     def __post_init__(self):
         check_numbers(self)

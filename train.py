@@ -31,7 +31,7 @@ import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
 from tyro.conf import Suppress
 
-from gptling.cli import Fraction, Planned, PositiveInt, check_numbers, load, run
+from gptling.cli import Empty, Fraction, Planned, PositiveInt, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import UserError
@@ -63,7 +63,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     # run
     minutes: float = 1.0  # time budget: what you do not set is planned for it. Or give --max_iters
     max_iters: Planned[PositiveInt] = None  # number of training steps. It replaces --minutes
-    out_dir: str = ""  # where to write checkpoints and the log: out/DATASET if empty
+    out_dir: Empty[str] = ""  # where to write checkpoints and the log: out/DATASET if empty
     resume: bool = False  # continue from out_dir's newest checkpoint. Flags override its settings
     auto_resume: bool = False  # resume if out_dir has a checkpoint, otherwise begin
     overwrite: bool = False  # move the run in out_dir to OUT_DIR.old, and begin

@@ -24,6 +24,7 @@ PositiveInt = Annotated[int, "at least 1"]  # these two are for check_numbers
 Fraction = Annotated[float, "below 1"]
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
+Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
 
 
 def describe(error: Exception) -> str:

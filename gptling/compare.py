@@ -25,7 +25,7 @@ from pathlib import Path
 
 import tyro
 
-from gptling.cli import CONFIG, load, run
+from gptling.cli import CONFIG, Empty, load, run
 from gptling.files import UserError, lock_directory
 
 ROOT = CONFIG.parent
@@ -35,9 +35,9 @@ STEPS = "import train as t; print(t.load(t.TrainConfig, '', presets=True)[0].max
 
 @dataclass
 class CompareConfig:
-    patches: tyro.conf.Positional[tuple[str, ...]] = ()  # of the working tree, each a side
+    patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # of the working tree, each a side
     seeds: int = 3  # runs per side, with --seed=1, 2, ...
-    prepare: str = ""  # arguments of prepare.py for data of each side: "my.txt --tokenizer=bpe"
+    prepare: Empty[str] = ""  # arguments of prepare.py for each side: "my.txt --tokenizer=bpe"
 
 
 def execute(*command: str, cwd: Path | None = None) -> str:
