@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count, groupby
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import tiktoken
@@ -37,11 +38,12 @@ NOT_TEXT += (".tar.gz", ".csv", ".tsv", ".xlsx", ".json")
 Source = Path | Iterable[dict]  # a file, or records
 
 
-def quick_start() -> list[Path]:
-    """The source files of Python's standard library."""
+def quick_start(field: str) -> list[Source]:
+    """The source of Python's standard library, or its language reference if there is none."""
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(library.rglob("*.py"))
-    return [f for f in files if not NO_EXAMPLES.search(f.relative_to(library).as_posix())]
+    chosen = [f for f in files if not NO_EXAMPLES.search(f.relative_to(library).as_posix())]
+    return chosen or [[{field: text} for text in topics.values()]]
 
 
 def find_sources(name: str, field: str) -> list[Source]:
@@ -161,7 +163,7 @@ class Corpus:
     def __init__(self, names: Iterable[str], field: str = "text"):
         self.field, self.sources, self.count = field, [], Counter()
         measured, refused = array("q"), []
-        for sources in [find_sources(name, field) for name in names] or [quick_start()]:
+        for sources in [find_sources(name, field) for name in names] or [quick_start(field)]:
             for source in sources:
                 n = len(measured)
                 try:

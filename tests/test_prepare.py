@@ -27,6 +27,7 @@ from gptling import corpus, files
 from gptling.cli import UserError
 from gptling.corpus import (
     MAX_VALIDATION,
+    Corpus,
     encode_on_all_cores,
     quick_start,
     read_documents,
@@ -148,11 +149,15 @@ def test_a_file_that_is_no_text_is_named_with_a_remedy(here, name):
     one_line(run_here("prepare.py", name, cwd=here), name, "unpack it, or save it as .txt")
 
 
-def test_the_quick_start_is_the_source_of_pythons_library():
-    files = [file.relative_to(sysconfig.get_path("stdlib")) for file in quick_start()]
+def test_the_quick_start_is_the_source_of_pythons_library(here, monkeypatch):
+    """Or its language reference, if Python comes without a source."""
+    library = sysconfig.get_path("stdlib")
+    files = [file.relative_to(library) for file in quick_start("text")]
     assert Path("json/decoder.py") in files and files == sorted(files)
     assert not {"test", "tests", "site-packages", "encodings", "idlelib"} & {*Path(*files).parts}
     assert not any(file.name.startswith("_sysconfigdata") for file in files)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: here / "empty")
+    assert "The standard type hierarchy" in "".join(text for _, text in Corpus([]).texts())
 
 
 def test_shakespeare_is_downloaded(here, monkeypatch):
