@@ -96,8 +96,8 @@ def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Te
     """Of what GPT.forward returns with targets: what training minimises, and the parts whose
     sum it is: "loss", and what a changed model adds to it, a dict of scalars."""
     _, loss, *terms = output
-    parts = {"loss": loss} | (terms[0] if terms else {})
-    return sum(parts.values()), parts
+    added = terms[0] if terms else {}
+    return sum(added.values(), start=loss), {"loss": loss} | added
 
 
 def check_finite(what: str, value: float, step: int, config):
