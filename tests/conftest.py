@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import json
 import multiprocessing
 import os
 import runpy
@@ -165,6 +166,11 @@ def weights(run, step=20):
     from safetensors.torch import load_file  # imports PyTorch
 
     return load_file(run / f"checkpoint-{step}" / "model.safetensors")
+
+
+def read_log(run):
+    """The entries of a run's log.jsonl."""
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 def one_line(process, *words):

@@ -1,11 +1,10 @@
 """What only a CUDA GPU shows: training, resuming and sampling there. Skipped without one."""
 
-import json
 import shutil
 
 import pytest
 
-from tests.conftest import TINY, run_script
+from tests.conftest import TINY, read_log, run_script
 
 pytestmark = pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="no NVIDIA GPU")
 
@@ -18,8 +17,7 @@ def on_gpu(script, *arguments, cwd):
 
 
 def losses(run):
-    entries = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    return [entry["val_loss"] for entry in entries if "val_loss" in entry]
+    return [entry["val_loss"] for entry in read_log(run) if "val_loss" in entry]
 
 
 @pytest.mark.parametrize("compile", [False, True])

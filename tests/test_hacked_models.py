@@ -24,7 +24,7 @@ from gptling.processes import recompute_activations
 from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests import try_model
-from tests.conftest import ROOT, TEXT, TINY, run_here, small
+from tests.conftest import ROOT, TEXT, TINY, read_log, run_here, small
 from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited, edited_module
 from tests.test_explain import attention_of
 from tests.try_model import generate, padded
@@ -407,8 +407,7 @@ def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
 def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, tmp_path):
     """Not in the loss, which is compared with the validation loss."""
     output = run(HACKS[name].changes, "train", *TRAIN, "--eval_interval=6")
-    log = (tmp_path / "out" / "mine" / "log.jsonl").read_text().splitlines()
-    log = [json.loads(line) for line in log]
+    log = read_log(tmp_path / "out" / "mine")
     (term,), steps = HACKS[name].terms, [entry for entry in log if "loss" in entry]
     assert len(steps) == 6 and all(entry[term] > 0 for entry in steps)
     assert f"{term} {steps[-1][term]:.3f}" in output

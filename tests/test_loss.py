@@ -1,6 +1,5 @@
 """A step's loss is the mean over its targets; in pieces it is that of GPT.logits and GPT.losses."""
 
-import json
 import math
 import types
 
@@ -12,7 +11,7 @@ from gptling import loss as loss_module
 from gptling.dataset import Dataset
 from gptling.loss import loss_in_pieces, use_loss_in_pieces
 from model import GPT
-from tests.conftest import TINY, one_process, run_here, weights
+from tests.conftest import TINY, one_process, read_log, run_here, weights
 from tests.edits import INIT, LOGITS, LOSS, edited_module
 from train import TrainConfig, evaluate
 
@@ -35,8 +34,7 @@ def train_masked(here, train_here, monkeypatch):
             patch.setattr(Dataset, "batches", batches)
             process = run_here("train.py", *flags, "--overwrite", cwd=here)
         assert process.returncode == 0, process.stderr.decode()
-        log = (here / "out" / "mine" / "log.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in log], weights(here / "out" / "mine", step=4)
+        return read_log(here / "out" / "mine"), weights(here / "out" / "mine", step=4)
 
     return train_masked
 

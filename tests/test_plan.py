@@ -16,7 +16,7 @@ import torch
 
 import gptling.plan
 from gptling.plan import SHAPES, Planner, eval_part, fill_in, tokens_per_step
-from tests.conftest import ROOT, one_process, run_here, run_script
+from tests.conftest import ROOT, one_process, read_log, run_here, run_script
 from tests.test_processes import finish, torchrun
 from train import TrainConfig
 
@@ -350,7 +350,7 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
 def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, train_here, monkeypatch):
     monkeypatch.setattr("gptling.plan.STARTED", time.perf_counter() - 60)
     done = run_here("train.py", *FLAGS, "--batch_size=64", cwd=here)
-    entry = json.loads((here / "out/mine/log.jsonl").read_text().splitlines()[-1])
+    entry = read_log(here / "out/mine")[-1]
     n = json.loads((here / "data/mine/meta.json").read_text())["val"]["tokens"]
     assert b" at a time\n" in done.stdout and entry["val_tokens"] == n - 1
     assert entry["comparable_loss"] != entry["val_loss"]
@@ -362,5 +362,4 @@ def test_two_processes_have_one_plan(here):
     assert output.count("plan for 0.3 min:") == 1
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
     assert config["gradient_accumulation_steps"] == 2
-    log = (here / "out/mine/log.jsonl").read_text().splitlines()
-    assert json.loads(log[-1])["step"] == config["max_iters"]
+    assert read_log(here / "out/mine")[-1]["step"] == config["max_iters"]

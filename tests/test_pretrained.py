@@ -18,7 +18,7 @@ from gptling.gpt2_format import load, save
 from gptling.pretrained import build_model, find_checkpoint, load_model, take_sizes
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, output_of, small
+from tests.conftest import ROOT, TINY, output_of, read_log, small
 from train import TrainConfig
 
 transformers = pytest.importorskip(
@@ -436,6 +436,6 @@ def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(trained, tmp_path)
     for optimizer in ("adamw", "muon"):
         names = [f"--optimizer={optimizer}", f"--out_dir={optimizer}"]
         output_of("train.py", *flags, *names, cwd=tmp_path)
-        log = [json.loads(line) for line in (tmp_path / optimizer / "log.jsonl").open()]
+        log = read_log(tmp_path / optimizer)
         losses = [entry["loss"] for entry in log if "loss" in entry] + [log[-1]["val_loss"]]
         assert losses == pytest.approx(expected[optimizer], abs=1e-4)

@@ -1,6 +1,5 @@
 """Several processes against one: the same weights, losses and checkpoints, and clean ends."""
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import torch
 from gptling.dataset import micro_batches
 from gptling.processes import Processes, StopSignals
 from gptling.run import list_checkpoints
-from tests.conftest import ROOT, TINY, output_of, weights
+from tests.conftest import ROOT, TINY, output_of, read_log, weights
 from train import TrainConfig
 
 pytestmark = pytest.mark.skipif(
@@ -101,8 +100,7 @@ def finish(process, code=0):
 
 
 def losses(run):
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    names = ("loss", "val_loss", "from_one_token")
+    log, names = read_log(run), ("loss", "val_loss", "from_one_token")
     return [[e[name] for e in log if name in e] for name in names]
 
 
@@ -149,7 +147,7 @@ def test_two_processes_give_the_weights_of_one(here):
     one, two = (weights(here / "out" / name, step=3) for name in ("one", "two"))
     assert largest_difference(one, two) < 1e-12
     assert_close(losses(here / "out/one"), losses(here / "out/two"), 1e-12)
-    entry = json.loads((here / "out/two/log.jsonl").read_text().splitlines()[0])
+    entry = read_log(here / "out/two")[0]
     tokens = entry["tokens_per_s"] * entry["ms"] / 1000  # of all processes
     assert tokens == pytest.approx(2 * 4 * 16, rel=1e-6)
 

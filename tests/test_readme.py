@@ -3,7 +3,6 @@ presets that exist, their Python runs, their links lead somewhere."""
 
 import contextlib
 import io
-import json
 import os
 import re
 import runpy
@@ -17,7 +16,7 @@ from gptling.cli import load
 from gptling.compare import CompareConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tests.conftest import ROOT, output_of
+from tests.conftest import ROOT, output_of, read_log
 from train import TrainConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -98,7 +97,7 @@ def test_python_in_the_readme_runs(code, trained):
 def test_the_line_after_a_checkpoint_is_replayed(trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=21", cwd=tmp_path)
-    last = json.loads((tmp_path / "out/mine/log.jsonl").read_text().splitlines()[-2])
+    last = read_log(tmp_path / "out/mine")[-2]
     (code,) = blocks(ROOT / "docs/comparing.md", "python")
     code = re.sub(r"out/my/checkpoint-\d+\"\), \d+", 'out/mine/checkpoint-20"), 21', code)
     replayed, _ = run_block(code, tmp_path)

@@ -12,13 +12,9 @@ from gptling.report import Report, draw_curves
 from gptling.run import Progress
 from gptling.tokenizers import load_tokenizer
 from model import GPT, GPTConfig
-from tests.conftest import TINY, one_process, output_of, run_here, small
+from tests.conftest import TINY, one_process, output_of, read_log, run_here, small
 
 ADAMW = [SimpleNamespace(param_groups=[{"lr": 1e-3}])]
-
-
-def read_log(run):
-    return [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").split("\n")[:-1]]
 
 
 def report_of(out_dir, model=None, processes=None, step=0, **settings):

@@ -1,7 +1,6 @@
 """Nothing is lost: runs that are stopped, killed, overwritten, locked, and what they resume to."""
 
 import gc
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,16 @@ from gptling import run as runs
 from gptling.cli import UserError
 from gptling.run import RunDirectory, list_checkpoints, load_training_state, resumed_config, step_of
 from model import GPT, GPTConfig
-from tests.conftest import TINY, one_process, output_of, run_here, run_script, small, weights
+from tests.conftest import (
+    TINY,
+    one_process,
+    output_of,
+    read_log,
+    run_here,
+    run_script,
+    small,
+    weights,
+)
 from train import FIXED, TrainConfig, configure_optimizers
 
 COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
@@ -26,14 +34,10 @@ RESUME = ["--out_dir=out/mine", "--resume"]
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)  # dtypes and nested ones too
 
 
-def log_of(run):
-    return [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").split("\n")[:-1]]
-
-
 def assert_equal_runs(a, b, step):
     """Weights, optimizer state, progress and logged numbers are the same, bit for bit."""
     times = {"ms", "tokens_per_s", "seconds"}
-    logs = [[{k: e[k] for k in e.keys() - times} for e in log_of(run)] for run in (a, b)]
+    logs = [[{k: e[k] for k in e.keys() - times} for e in read_log(run)] for run in (a, b)]
     assert logs[0] == logs[1]
     assert_equal(weights(a, step), weights(b, step))
     states = [load_training_state(run / f"checkpoint-{step}") for run in (a, b)]
@@ -195,7 +199,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
     assert "the learning rate jumps from 0.001 to 0.00333 at step 20" in output
     config = tomllib.loads((finished / "out/mine/config.toml").read_text("utf-8"))
     assert (config["max_iters"], config["learning_rate"], config["n_embd"]) == (25, 5e-3, 16)
-    assert log_of(finished / "out/mine")[-1]["step"] == 25
+    assert read_log(finished / "out/mine")[-1]["step"] == 25
 
 
 @pytest.mark.parametrize(
@@ -276,7 +280,7 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
     assert contents(finished / "out/mine.old") == before
     new = contents(run)
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-3"]
-    assert [entry["step"] for entry in log_of(run)] == [3, 3]
+    assert [entry["step"] for entry in read_log(run)] == [3, 3]
     assert train(*flags, "--seed=2", cwd=finished).returncode == 0
     assert contents(finished / "out/mine.old") == new
 

@@ -1,6 +1,5 @@
 """train.py: its helpers against their definitions, and whole runs as a user makes them."""
 
-import json
 import math
 from typing import get_args, get_type_hints
 
@@ -17,7 +16,16 @@ from gptling.muon import Muon
 from gptling.run import list_checkpoints
 from gptling.tokenizers import build_tokenizer
 from model import GPT, GPTConfig
-from tests.conftest import TINY, one_line, one_process, output_of, run_here, small, weights
+from tests.conftest import (
+    TINY,
+    one_line,
+    one_process,
+    output_of,
+    read_log,
+    run_here,
+    small,
+    weights,
+)
 from tests.test_dataset import write_data
 from train import TrainConfig, configure_optimizers, evaluate, learning_rate
 
@@ -31,10 +39,6 @@ def train(*flags, cwd):
     process = run_here("train.py", *MINE, *flags, cwd=cwd)
     assert process.returncode == 0, process.stderr.decode()
     return read_log(cwd / "out" / "mine")
-
-
-def read_log(run):
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
 def assert_close(a, b):
