@@ -222,7 +222,8 @@ def main():
         plan_run(config, longest, partial(set_up, source=source, processes=processes), processes)
     elif not state:
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
-    config.minutes *= planned
+    if not planned:
+        config.minutes = 0.0  # the steps set the length
     if config.warmup_iters > config.max_iters:
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
 
@@ -295,7 +296,7 @@ def main():
         if device == "cpu" or report_now or stopped:
             # float16 skips a step of which the gradient is not finite. .item() waits for a GPU.
             both = losses["loss"] + (0 if scaler.is_enabled() else norm)
-            check_finite("the loss or its gradient", both.item(), done, config)
+            check_finite(both.item(), done, config)
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
         overflow = scaler.is_enabled() and not math.isfinite(norm)
         for optimizer in optimizers:

@@ -100,8 +100,9 @@ def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Te
     return sum(added.values(), start=loss), {"loss": loss} | added
 
 
-def check_finite(what: str, value: float, step: int, config):
-    """Raise UserError if a loss or a norm is NaN or infinite."""
+def check_finite(value: float, step: int, config):
+    """Raise UserError if a loss plus its gradient's norm is NaN or infinite."""
     if not math.isfinite(value):
         remedy = f"lower --learning_rate={config.learning_rate} or --grad_clip={config.grad_clip}"
-        raise UserError(f"{what} is {value} at step {step}: {remedy}, or use --dtype=float32")
+        what = f"the loss or its gradient is {value} at step {step}"
+        raise UserError(f"{what}: {remedy}, or use --dtype=float32")

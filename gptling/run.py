@@ -191,10 +191,10 @@ class RunDirectory:
             sync(self.path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        if reason and len(list_checkpoints(self.path)) == 1:  # said once
+        checkpoints = list_checkpoints(self.path)
+        if reason and len(checkpoints) == 1:  # said once
             print(f"checkpoints are for this model.py alone (model_type gptling): {reason}")
-        best = best_checkpoint(self.path)
-        for path in set(list_checkpoints(self.path)[: -config.keep_last]) - {best}:
+        for path in set(checkpoints[: -config.keep_last]) - {best_checkpoint(self.path)}:
             # Hidden first: a crash leaves no half of a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")))
 
