@@ -27,4 +27,5 @@ def limit_spinning():
 
 
 limit_spinning()
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of find_unused_parameters
+if "WORLD_SIZE" in os.environ:  # of torchrun: DDP warns of find_unused_parameters
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
