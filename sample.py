@@ -150,13 +150,12 @@ def main():
     with redirect_stdout(sys.stderr):  # which has the text alone
         model = load_model(GPT, checkpoint)
     original = copy.deepcopy(model) if config.explain else None  # in float32
-    dtype = pick_dtype(config.dtype, config.device, model.config.n_embd >= WIDE, config.compile)
+    dtype = pick_dtype(config.dtype, config.device, wide=model.config.n_embd >= WIDE)
     cast_parameters(model, getattr(torch, dtype)).to(config.device)
     n = sum(parameter.numel() for parameter in model.parameters())
     print(f"{checkpoint}: {n:,} parameters; {config.device}, {dtype}", file=sys.stderr)
     with torch.inference_mode():
-        padded = len({sample.n_prompt for sample in samples}) > 1
-        model = speed_up(model, config.compile, rows=len(samples), padded=padded)
+        model = speed_up(model, config.compile, rows=len(samples))
         if config.interactive:
             return converse(model, tokenizer, config)
         write_samples(model, tokenizer, samples, config)

@@ -12,12 +12,10 @@ from gptling.files import UserError
 
 def pick_device(device: str) -> str:
     """`auto` to cuda, mps or cpu. Raises UserError for a device that is missing."""
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if device == "auto":
-        return next((name for name in found if found[name]), "cpu")
-    if not found.get(device, True):
+    found = [d for d in ("cuda", "mps", "cpu") if getattr(torch, d).is_available()]
+    if device not in ("auto", *found):
         raise UserError(f"--device={device}: PyTorch finds none here, give --device=auto")
-    return device
+    return found[0] if device == "auto" else device
 
 
 def has_fast_matmul(dtype: torch.dtype) -> bool:
@@ -27,15 +25,15 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
-def pick_dtype(dtype: str, device: str, wide: bool, only_stored: bool = False) -> str:
-    """`auto` to the fastest dtype for a model's weights. On a CPU bfloat16 pays if the model is
-    `wide`, and there are instructions for matmuls, or weights are `only_stored` in it."""
+def pick_dtype(dtype: str, device: str, wide: bool) -> str:
+    """`auto` to the fastest dtype. On a CPU bfloat16 pays if the model is `wide` and the processor
+    has instructions for its matmuls."""
     if dtype != "auto":
         return dtype
     if device == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return "bfloat16" if native else "float16"
-    pays = device == "cpu" and wide and (only_stored or has_fast_matmul(torch.bfloat16))
+    pays = device == "cpu" and wide and has_fast_matmul(torch.bfloat16)
     return "bfloat16" if pays else "float32"
 
 
@@ -60,13 +58,13 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
         return F.scaled_dot_product_attention(*wide, attn_mask=attn_mask, **options).to(q.dtype)
 
 
-def use_float32_attention(model: torch.nn.Module, attention=float32_attention) -> bool:
-    """Replace PyTorch's attention kernel, in layers that name theirs `attend`, by a function. Your
-    own kernel stays. Returns whether each block has one such layer."""
-    kernels = (F.scaled_dot_product_attention, float32_attention)
-    layers = [m for m in model.modules() if getattr(m, "attend", None) in kernels]
+def use_float32_attention(model: torch.nn.Module) -> bool:
+    """Let layers that name PyTorch's attention kernel `attend` use float32_attention. Your own
+    kernel stays. Returns whether each block has one such layer."""
+    kernel = F.scaled_dot_product_attention
+    layers = [m for m in model.modules() if getattr(m, "attend", None) is kernel]
     for layer in layers:
-        layer.attend = attention
+        layer.attend = float32_attention
     return len(layers) == len(set(model.h))
 
 

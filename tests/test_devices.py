@@ -42,7 +42,6 @@ def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, monkeypa
     assert pick_dtype("float16", "cpu", wide=True) == "float16"
     assert pick_dtype("auto", "cpu", wide=False) == pick_dtype("auto", "mps", True) == "float32"
     assert pick_dtype("auto", "cpu", wide=True) == ("bfloat16" if native else "float32")
-    assert pick_dtype("auto", "cpu", wide=True, only_stored=True) == "bfloat16"
     assert pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
 
 
@@ -80,7 +79,6 @@ def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():
 
 def test_attention_with_a_kernel_of_its_own_keeps_it():
     model = GPT(GPTConfig(8, 11, 2, 2, 8))
-    assert use_float32_attention(model) and use_float32_attention(model)
     model.h[1].attn.attend = torch.add
     assert not use_float32_attention(model)
     assert model.h[0].attn.attend is float32_attention

@@ -241,11 +241,10 @@ def test_text_is_the_same_cached_batched_past_the_window_and_explained(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_faster_layers_give_the_same_text(name, capsys, compile=False):
     """Past the window too."""
-    model, idx = hacked_model(name, n_embd=256), torch.randint(97, (2, 8))
+    model, idx = hacked_model(name, n_embd=64 if compile else 256), torch.randint(97, (2, 8))
     expected = generate(model, idx, 14, temperature=0)
     assert torch.equal(generate(speed_up(model, compile), idx, 14, temperature=0), expected)
-    said = capsys.readouterr().err
-    assert "other logits" not in said and ("compiled in" in said) == compile
+    assert "slower decoding" not in capsys.readouterr().err
 
 
 @SLOW
