@@ -1,20 +1,18 @@
 """Text as its tokens are drawn: whole characters, up to a stop text, several texts in order."""
 
 import codecs
-from collections.abc import Sequence
 
 import tiktoken
 
 
 class Sample:
-    """A text: the ids of its tokens, and what of it is not printed yet, which is whole characters
-    and nothing from a stop text on."""
+    """A text as it is drawn. `unprinted` has whole characters, and nothing from a stop text on."""
 
-    def __init__(self, prompt: str, ids: Sequence[int], stop: Sequence[str] = ()):
+    def __init__(self, prompt: str, ids: list[int], stop: tuple[str, ...] = ()):
         self.ids, self.n_prompt, self.unprinted = list(ids), len(ids), prompt
         self.stop, self.ended = stop, False
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held = ""  # text that a stop text may begin with
+        self.held = ""  # the last characters, with which a stop text may begin
 
     def add(self, token: int, tokenizer: tiktoken.Encoding):
         """Add the next token. A special token ends the text."""
@@ -30,12 +28,10 @@ class Sample:
         text = self.held + self.decoder.decode(raw, final)
         ends = [text.find(stop) for stop in self.stop if stop in text]
         self.ended = final or bool(ends)
-        certain = min(ends, default=len(text))
-        if not self.ended:
-            prefixes = (stop[:n] for stop in self.stop for n in range(1, len(stop)))
-            certain -= max((len(p) for p in prefixes if text.endswith(p)), default=0)
-        self.unprinted += text[:certain]
-        self.held = text[certain:]
+        n_held = 0 if final else min(len(text), max(map(len, self.stop), default=1) - 1)
+        end = min(ends, default=len(text) - n_held)
+        self.unprinted += text[:end]
+        self.held = text[end:]
 
 
 def print_in_order(waiting: list[Sample]):

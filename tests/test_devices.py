@@ -28,7 +28,7 @@ from tests.conftest import ROOT
 @pytest.mark.parametrize("device", ["cuda", "mps"])
 def test_a_device_that_is_not_there_is_refused_by_name(device, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    monkeypatch.setattr("torch.mps.is_available", lambda: False)
     assert pick_device("auto") == pick_device("cpu") == "cpu"
     with pytest.raises(UserError, match=f"--device={device}"):
         pick_device(device)
