@@ -39,7 +39,7 @@ from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
 from gptling.plan import STARTED, eval_part, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, print_uninitialised, take_sizes
-from gptling.processes import Processes, StopSignals, recompute_activations
+from gptling.processes import Processes, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
 from gptling.run import Progress, RunDirectory
 from model import GPT, GPTConfig
@@ -187,7 +187,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
         keep_freed_memory()
         use_float32_attention(model)
     if config.recompute:
-        recompute_activations(model, compile_blocks=compile and config.fsdp)
+        recompute_activations(model)
     parallel = processes.wrap(model, config.fsdp, dtype)  # gradients: the mean of all processes
     compiled = torch.compile(parallel) if compile else parallel
     return model, parallel, compiled, autocast, dtype, configure_optimizers(model, config, dtype)
@@ -256,7 +256,7 @@ def main():
         full_model = processes.full_model(model, GPT)
         run_directory.save(metrics, model, full_model, optimizers, scaler, progress, config, data)
 
-    signals, stopped = StopSignals(processes), 0
+    processes.catch_signals()
     rank, world_size = processes.rank, processes.world_size
     _, micro_steps = micro_batches(config, world_size)
 
@@ -292,7 +292,7 @@ def main():
         done = step + 1
         evaluate_now = done % config.eval_interval == 0 or done == config.max_iters
         report_now = evaluate_now or report.due(done)
-        stopped = signals.received()
+        stopped = processes.all_reduce_max(processes.signal)
         if device == "cpu" or report_now or stopped:
             # float16 skips a step of which the gradient is not finite. .item() waits for a GPU.
             both = losses["loss"] + (0 if scaler.is_enabled() else norm)

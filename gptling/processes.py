@@ -4,7 +4,6 @@ https://arxiv.org/abs/2006.15704) and FSDP (Zhao et al. 2023, https://arxiv.org/
 import os
 import signal
 import sys
-import warnings
 from functools import partial
 
 import torch
@@ -43,17 +42,14 @@ class Processes:
             torch.cuda.set_device(self.local_rank)
         return self.device
 
-    def all_reduce_max(self, value: int) -> int:
+    def all_reduce_max(self, value: int = 0) -> int:
         """Return the largest `value` of all processes."""
-        if self.world_size == 1:
-            return value
         tensor = torch.tensor(value)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        if self.world_size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor)
 
-    def barrier(self):
-        """Wait for all processes."""
-        self.all_reduce_max(0)
+    barrier = all_reduce_max  # it waits for all processes
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the processes, in place."""
@@ -74,66 +70,48 @@ class Processes:
         if self.sharded and dtype == "float16":
             raise UserError("--fsdp: float16's scale is not shared, use another --dtype")
         if self.sharded:
-            return self._shard(model)
+            from torch.distributed.fsdp import fully_shard  # slow to import
+
+            attributes = {name: vars(p) for name, p in model.named_parameters()}
+            for module in dict.fromkeys([*model.h, model]):  # a shared block once
+                fully_shard(module)
+            for name, p in model.named_parameters():  # these are new, and Muon reads p.matrices
+                vars(p).update(attributes[name])
+            return model
         model.to(self.device)
         if self.world_size == 1:
             return model
-        if self.device == "cuda":  # compiled steps are not cut at DDP's buckets
-            torch._dynamo.config.optimize_ddp = False
-        # PyTorch 2.13 warns about this name. Older versions have no other.
-        warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
-        options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-        # Without this DDP sums in another order after its first step, and again when resumed.
-        return DistributedDataParallel(model, find_unused_parameters=True, **options)
+        torch._dynamo.config.optimize_ddp = False  # a compiled step is not cut at DDP's buckets
+        # Without unused parameters DDP sums in another order after a run's first step.
+        options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+        parallel = DistributedDataParallel(model, **options)
+        parallel.broadcast_buffers = False  # each process has its own
+        return parallel
 
-    def _shard(self, model: torch.nn.Module) -> torch.nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh  # slow to import
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(self.device, (self.world_size,))
-        attributes = {name: dict(vars(p)) for name, p in model.named_parameters()}
-        for block in dict.fromkeys(model.h):  # a shared one once
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        for name, p in model.named_parameters():  # these are new, and Muon reads p.matrices
-            vars(p).update(attributes[name])
-        return model
-
-    def full_model(self, model: torch.nn.Module, model_class: type) -> torch.nn.Module | None:
-        """Return the model with whole parameters for the first process. All call it."""
+    def full_model(self, model: torch.nn.Module, model_class: type) -> torch.nn.Module:
+        """Return the model with whole parameters. All processes call it."""
         if not self.sharded:
             return model
         state = model.state_dict()
         full = {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
-        if not self.is_main:
-            return None
         whole = model_class(model.config)
         whole.load_state_dict(full)
         return whole
 
-
-def recompute_activations(model: torch.nn.Module, compile_blocks: bool):
-    """Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): keep only a
-    block's input, and recompute the rest in the backward pass. compile_blocks: each alone, for
-    FSDP's hooks around a block keep it out of a compiled model."""
-    for block in dict.fromkeys(model.h):  # a shared one once
-        forward = torch.compile(block.forward) if compile_blocks else block.forward
-        block.forward = partial(checkpoint, forward, use_reentrant=False)
-
-
-class StopSignals:
-    """SIGINT and SIGTERM, checked after each step. A second one ends a single process at once."""
-
-    def __init__(self, processes: Processes):
-        self.processes, self.number = processes, 0
+    def catch_signals(self):
+        """Keep the number of SIGINT or SIGTERM. A second one ends a single process at once."""
+        self.signal = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._receive)
 
     def _receive(self, number, frame):
-        self.number = number
-        if self.processes.world_size == 1:  # torchrun passes on a Ctrl-C that came here already
+        self.signal = number
+        if self.world_size == 1:  # torchrun passes on a Ctrl-C that came here already
             signal.signal(number, signal.SIG_DFL)
 
-    def received(self) -> int:
-        """Return the number of a signal that any of the processes has got, or 0."""
-        return self.processes.all_reduce_max(self.number)
+
+def recompute_activations(model: torch.nn.Module):
+    """Keep only the input of each block, and recompute the rest in the backward pass (activation
+    checkpointing: Chen et al. 2016, https://arxiv.org/abs/1604.06174)."""
+    for block in dict.fromkeys(model.h):  # a shared one once
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

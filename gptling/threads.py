@@ -1,8 +1,7 @@
 """Choose how PyTorch's threads wait for each other, before PyTorch is imported.
 
-Waiting threads of GNU's OpenMP spin, which is fastest on an idle machine. Beside another program
-they take the processor from the very thread that they wait for. They should sleep soon then:
-https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
+Waiting threads of GNU's OpenMP spin. Beside another program they take the processor from the very
+thread that they wait for: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
 """
 
 import os
@@ -13,10 +12,8 @@ LOAD = Path("/proc/loadavg")  # Linux
 
 
 def limit_spinning():
-    """Set GOMP_SPINCOUNT, unless you have set it, if others compute for 0.3 seconds."""
-    chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
-    one_thread = os.environ.get("OMP_NUM_THREADS") == "1"  # torchrun sets that
-    if chosen or one_thread or not os.access(LOAD, os.R_OK):
+    """Set GOMP_SPINCOUNT, if others compute for 0.3 seconds and you have set nothing yourself."""
+    if {"GOMP_SPINCOUNT", "OMP_NUM_THREADS"} & os.environ.keys() or not LOAD.exists():
         return
     for _ in range(10):
         time.sleep(0.03)

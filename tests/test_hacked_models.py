@@ -148,7 +148,7 @@ def test_training_and_evaluation_are_those_of_the_plain_code(name, monkeypatch, 
     use_loss_in_pieces(model.train())
     assert model.loss_in_pieces is not None and not capsys.readouterr().out
     torch.testing.assert_close(results(model, idx, targets), plain)
-    recompute_activations(model, compile_blocks=False)
+    recompute_activations(model)
     torch.testing.assert_close(results(model, idx, targets), plain)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(idx, targets)[1], evaluated)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gptling.gpt2_format import token_ids
-from gptling.processes import recompute_activations
 from model import GPT, GPTConfig, next_token_probs, sample_token
 from tests.try_model import generate, greedy_without_cache, padded
 
@@ -111,26 +110,6 @@ def test_a_model_that_has_never_run_is_compiled_whole():
     model, idx = make_model(), torch.randint(97, (2, 16))
     compiled = torch.compile(model, backend="eager", fullgraph=True)  # a break would raise
     torch.testing.assert_close(compiled(idx)[0], model(idx)[0])
-
-
-@pytest.mark.slow
-def test_a_block_is_compiled_inside_its_checkpoint(monkeypatch):
-    """Whole, and once for all blocks: a hook around it, as FSDP's is, cuts nothing off."""
-    graphs, compile = [], torch.compile
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr("torch.compile", lambda function: compile(function, backend=backend))
-    model, (idx, targets) = make_model(n_layer=3).train(), torch.randint(97, (2, 4, 16))
-    results = []
-    for prepare in (lambda: None, lambda: recompute_activations(model, compile_blocks=True)):
-        prepare()
-        loss = model(idx, targets)[1]
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
-    assert len(graphs) == 1
 
 
 def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():

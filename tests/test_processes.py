@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gptling.dataset import micro_batches
-from gptling.processes import Processes, StopSignals
+from gptling.processes import Processes
 from gptling.run import list_checkpoints
 from tests.conftest import ROOT, TINY, output_of, read_log, weights
 from train import TrainConfig
@@ -129,9 +129,9 @@ def test_a_second_signal_ends_a_single_process_at_once(number, monkeypatch):
     for processes in (1, 2):
         one = Processes()
         one.world_size = processes
-        signals = StopSignals(one)
+        one.catch_signals()
         handlers[number](number, None)
-        assert signals.number == number
+        assert one.signal == number
         assert (handlers[number] == signal.SIG_DFL) == (processes == 1)
 
 

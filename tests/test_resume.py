@@ -88,7 +88,7 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
     flags = [*COMMON, f"--optimizer={optimizer}", f"--dtype={dtype}"]
     output_of("train.py", *flags, "--out_dir=out/whole", cwd=here)
     signals = iter([0] * 12 + [signal.SIGTERM])
-    monkeypatch.setattr("train.StopSignals.received", lambda _: next(signals, 0))
+    monkeypatch.setattr("train.Processes.all_reduce_max", lambda *_: next(signals, 0))
     process = train(*flags, cwd=here)
     assert process.returncode == 128 + signal.SIGTERM
     assert b"Stopped at step 13.\nNext: python train.py --out_dir=out/mine --r" in process.stdout
