@@ -12,6 +12,7 @@ import signal
 import sys
 import tomllib
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -29,12 +30,9 @@ Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not
 
 def describe(error: Exception) -> str:
     """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
-    if isinstance(error, UserError):
+    named_file = isinstance(error, OSError) and error.filename
+    if isinstance(error, UserError | ModuleNotFoundError) or named_file:
         return " ".join(str(error).split())
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, ModuleNotFoundError):  # of an optional package
-        return f"{error}: pip install {error.name}"
     said = f"{error!r} {error.__context__!r}"  # PyTorch's errors can hide the system's
     if re.search("MemoryError|out of memory|not enough memory|can't allocate memory", said):
         return "out of memory: a smaller batch, sequence or model needs less"
@@ -43,24 +41,18 @@ def describe(error: Exception) -> str:
     return ""
 
 
-def treat_hangup_as_sigterm():
-    """Do on SIGHUP, when the terminal is closed, what is done on SIGTERM at that moment."""
+def run(main: Callable[[], int | None]):
+    """Run a script's main. A mistake ends it with one line and exit code 1, a bug as in Python."""
 
-    def receive(number, frame):
-        for descriptor in (1, 2):  # writing to a closed terminal would fail
+    def hang_up(number, frame):  # of a closed terminal, where writing would fail: as SIGTERM
+        for descriptor in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         signal.raise_signal(signal.SIGTERM)
 
-    # Windows has no SIGHUP, and nohup ignores it.
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, receive)
-
-
-def run(main: Callable[[], int | None]):
-    """Run a script's main. A mistake ends it with one line and exit code 1, a bug as in Python."""
     gc.freeze()  # the last collection need not look through all of PyTorch
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
-    treat_hangup_as_sigterm()
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, hang_up)  # Windows has none, and nohup ignores it
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
     try:
@@ -85,10 +77,9 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     the last one first. presets: the words before the first flag are presets. A wrong flag exits
     with code 2. Raises UserError for a wrong preset."""
     words, hints = sys.argv[1:] if argv is None else argv, get_type_hints(cls)
-    first_flag = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    n_presets = first_flag if presets else 0
-    flags = [flag for name in words[:n_presets] for flag in read_preset(name)]
-    parsed = [parse_flag(flag, hints) for flag in flags + words[n_presets:]]
+    names = list(takewhile(lambda word: word[:1] != "-", words)) if presets else []
+    flags = [flag for name in names for flag in read_preset(name)] + words[len(names) :]
+    parsed = [parse_flag(flag, hints) for flag in flags]
     config = tyro.cli(
         cls,
         args=[word for _, words in parsed for word in words],
@@ -101,13 +92,12 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
 
 def read_preset(name: str) -> list[str]:
     """Return the settings of a preset as flags. config/NAME.toml is found from any directory."""
-    file = Path(name) if Path(name).is_file() else CONFIG.parent / name
+    file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
-        known = ", ".join(f"config/{file.name}" for file in sorted(CONFIG.glob("*.toml")))
         hint = "prepare.py reads a text, --out_dir and --resume continue a run"
-        raise UserError(f"{name} is no preset ({error}): there are {known}; {hint}") from None
+        raise UserError(f"{name} is no preset like config/gpt2.toml ({error}): {hint}") from None
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
