@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gptling.files import UserError, lock_directory, read_json, replace, sync
+from gptling.files import UserError, lock_directory, new_directory, read_json, replace, sync
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
@@ -178,19 +178,14 @@ class RunDirectory:
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
         if not self.processes.is_main:
             return
-        final = self.path / f"checkpoint-{metrics['step']}"
-        temporary = self.path / f".{final.name}.writing"
-        try:
-            reason = save(full_model, temporary, data.tokenizer_json)
-            with (temporary / "training_state.pt").open("wb") as file:
+        with new_directory(self.path / f"checkpoint-{metrics['step']}") as new:
+            reason = save(full_model, new, data.tokenizer_json)
+            with (new / "training_state.pt").open("wb") as file:
                 torch.save(state, file)
-            (temporary / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
-            for path in [*temporary.iterdir(), temporary]:
+            (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+            for path in [*new.iterdir(), new]:
                 sync(path)  # all is on the disk before the rename makes it visible
-            temporary.rename(final)
-            sync(self.path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        sync(self.path)
         checkpoints = list_checkpoints(self.path)
         if reason and len(checkpoints) == 1:  # said once
             print(f"checkpoints are for this model.py alone (model_type gptling): {reason}")

@@ -38,16 +38,16 @@ def main():
     moments, while_writing = random.Random(kills), 0
     for kill in range(kills):
         child = start(out_dir, flags)
-        while kill % 2 and not any(out_dir.glob(".checkpoint-*.writing")):
+        while kill % 2 and not any(out_dir.glob(".checkpoint-*/new")):
             time.sleep(0.0005)
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run ended before it was killed"
         time.sleep(moments.uniform(0, 0.01) if kill % 2 else moments.uniform(0.05, 0.6))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), f"the run ended before it was killed, with {status}"
-        for path in out_dir.glob(".checkpoint-*.writing"):
+        for path in out_dir.glob(".checkpoint-*/new"):
             while_writing += 1
-            shutil.rmtree(path)  # as the next start does, later
+            shutil.rmtree(path.parent)  # as the next start does, later
     _, status = os.waitpid(start(out_dir, flags), 0)
     print(kills, while_writing)
     return os.waitstatus_to_exitcode(status)

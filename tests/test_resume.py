@@ -151,7 +151,7 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
     """The newest of equal ones. Another is hidden before its files go."""
 
     def rmtree(path, plain=shutil.rmtree, **options):
-        assert path.name.startswith(".")
+        assert os.path.basename(path).startswith(".")
         plain(path, **options)
 
     monkeypatch.setattr("shutil.rmtree", rmtree)
@@ -165,7 +165,7 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
 
 
 def test_a_reason_why_checkpoints_are_no_gpt2s_is_printed_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runs, "save", lambda _, path, __: path.mkdir() or "no biases")
+    monkeypatch.setattr(runs, "save", lambda *_: "no biases")
     save = saver(tmp_path)
     for step in range(3):
         save({"step": step, "val_loss": 1.0})
