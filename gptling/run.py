@@ -86,11 +86,8 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
     for name in sorted(saved.keys() - names - START_FLAGS):
         print(f"{name}: {saved[name]} in the run, unknown to this code")
     changes = {k: v for k, v in given.items() if k in names and v != saved.get(k)}
-    step = {"batch_size", "gradient_accumulation_steps"}
-    before, now = (math.prod(c[name] for name in step) for c in (saved, saved | changes))
-    refused = fixed if before == now else fixed | step  # a step has the same number of sequences
     for name, value in changes.items():
-        if name in refused:
+        if name in fixed:
             raise UserError(f"--{name}={value}: the run has {saved[name]}; give another --out_dir")
         print(f"{name}: {saved.get(name, 'not set')} -> {value}")
     kept = {name: saved[name] for name in names & saved.keys()}

@@ -205,7 +205,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
 @pytest.mark.parametrize(
     "flag, value",
     [(name, 99) for name in sorted(FIXED - {"init_from", "optimizer"})]
-    + [("optimizer", "adamw"), ("init_from", "out/other"), ("gradient_accumulation_steps", 2)],
+    + [("optimizer", "adamw"), ("init_from", "out/other")],
 )
 def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
     saved = asdict(small())
@@ -220,14 +220,6 @@ def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys
     now = small(resume=True, allow_changed_model=True)
     assert resumed_config(now, saved, {}, FIXED) == replace(now, max_iters=7, warmup_iters=1)
     assert capsys.readouterr().out == "ema: 0.9 in the run, unknown to this code\n"
-
-
-def test_a_step_may_be_cut_into_other_micro_batches(capsys):
-    saved = asdict(small(batch_size=32, gradient_accumulation_steps=1))
-    given = {"batch_size": 16, "gradient_accumulation_steps": 2}
-    assert resumed_config(small(), saved, given, FIXED) == replace(small(), **given)
-    said = ["batch_size: 32 -> 16", "gradient_accumulation_steps: 1 -> 2"]
-    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
