@@ -241,7 +241,7 @@ def main():
     if not state:
         print_uninitialised(model, optimizers)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    run_directory.restore(config, model, optimizers, scaler, state)
+    run_directory.restore(model, optimizers, scaler, state)
     progress = state.get("progress", Progress())
     then, now = optimizers[0].param_groups[0]["lr"], learning_rate(progress.step - 1, config)
     if state and then != now:

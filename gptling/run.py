@@ -1,8 +1,6 @@
 """A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
 import dataclasses
-import hashlib
-import inspect
 import json
 import math
 import re
@@ -119,23 +117,20 @@ class RunDirectory:
             raise UserError(f"{self.path} has all its steps: raise --max_iters={config.max_iters}")
         return config, checkpoints[-1], state
 
-    def restore(self, config: Any, model, optimizers: list, scaler, state: dict[str, Any]):
-        """Load the state of a resumed run's optimizers and GradScaler, and print which code is not
-        the run's. An optimizer of another class starts without a state."""
-        files = [Path(inspect.getfile(type(settings))) for settings in (config, model.config)]
-        self.code = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-        self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
+    def restore(self, model, optimizers: list, scaler, state: dict[str, Any]):
+        """Load the state of a resumed run's optimizers and GradScaler. An optimizer of another
+        class starts without a state, which is printed."""
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         if not state:
             return
-        if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
-            print(f"changed since that checkpoint: {', '.join(changed)}")
+        names = [type(optimizer).__name__ for optimizer in optimizers]
+        if names != state["code"]["optimizers"]:
+            print(f"optimizers: {state['code']['optimizers']} -> {names}")
         saved = state["code"]["optimizers"], state["optimizers"], state["settings"]
         for optimizer, name, its_state, settings in zip(optimizers, *saved, strict=False):
             if name == type(optimizer).__name__:
                 load_state(optimizer, model, its_state, *settings)
-        if state["scaler"]:  # empty if the dtype was another
-            scaler.load_state_dict(state["scaler"])
+        scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # of another dtype: empty
 
     def start(self, config: Any, step: int):
         """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
@@ -169,7 +164,8 @@ class RunDirectory:
         if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
-        state |= {"data": data.fingerprint, "code": self.code, "scaler": scaler.state_dict()}
+        state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
+        state["code"] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
         now = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
