@@ -1,11 +1,9 @@
 """A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
-import dataclasses
 import json
 import math
-import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises. Nothing here is unpickled
@@ -36,14 +34,11 @@ class Progress:
     seconds: float = 0.0  # of all sessions so far
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
-
-
 def list_checkpoints(run: str | Path) -> list[Path]:
     """Return the checkpoints in the directory of a run, oldest first, or [] for any other path."""
     found = [file.parent for file in Path(run).glob("checkpoint-*/metrics.json")]
-    return sorted((p for p in found if re.fullmatch(r"checkpoint-\d+", p.name)), key=step_of)
+    steps = {path.name.removeprefix("checkpoint-"): path for path in found}
+    return [steps[step] for step in sorted(filter(str.isdigit, steps), key=int)]
 
 
 def read_metrics(checkpoint: Path) -> dict[str, Any]:
@@ -80,7 +75,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
     """Return a run's saved configuration with the flags that were given. Print changes and unknown
     settings. Raises UserError for a flag that would make it a different run."""
-    names = {field.name for field in dataclasses.fields(config)} - START_FLAGS
+    names = {field.name for field in fields(config)} - START_FLAGS
     for name in sorted(saved.keys() - names - START_FLAGS):
         print(f"{name}: {saved[name]} in the run, unknown to this code")
     changes = {k: v for k, v in given.items() if k in names and v != saved.get(k)}
@@ -89,7 +84,7 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
             raise UserError(f"--{name}={value}: the run has {saved[name]}; give another --out_dir")
         print(f"{name}: {saved.get(name, 'not set')} -> {value}")
     kept = {name: saved[name] for name in names & saved.keys()}
-    return dataclasses.replace(config, **kept | changes)
+    return type(config)(**vars(config) | kept | changes)
 
 
 class RunDirectory:
