@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gptling import loss as loss_module
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
@@ -138,10 +137,8 @@ def results(model, idx, targets):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_and_evaluation_are_those_of_the_plain_code(name, monkeypatch, capsys):
+def test_training_and_evaluation_are_those_of_the_plain_code(name, capsys):
     """With the loss in pieces, and with blocks that are recomputed."""
-    monkeypatch.setitem(loss_module.LOGITS_AT_ONCE, "cpu", 97 * 5)
-    monkeypatch.setattr(loss_module, "ROWS_WITHOUT_GRADIENT", 32)
     model, (idx, targets) = hacked_model(name), batch()
     plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
     assert set(plain[0]) == {"loss", *HACKS[name].terms}

@@ -87,8 +87,9 @@ def worker(case: dict):
         model = GPT2LMHeadModel(peer_config).to(device).train()
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
-        model = GPT(config).to(device).train()
+        model = GPT(config).train()
         use_loss_in_pieces(model, batch_size * config.block_size if device == "cuda" else 0)
+        model.to(device)
         if device == "cpu":
             use_float32_attention(model)
         for block in model.h if case.get("recompute") else ():
