@@ -1,7 +1,6 @@
 """Muon: momentum, orthogonalised by Newton-Schulz's iteration.
 Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
-Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/
-"""
+Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/"""
 
 import math
 
@@ -9,11 +8,10 @@ import torch
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon, which orthogonalises equal matrices in one batch, in `dtype`.
-
-    A parameter of three dimensions is a stack of matrices. One with an attribute `matrices`, a list
-    of numbers of rows, is so many matrices on top of each other, as queries, keys and values are.
-    One without a gradient is left out. Each process gathers all sharded weights and updates."""
+    """torch.optim.Muon, which orthogonalises equal matrices in one batch, in `dtype`. A parameter
+    of three dimensions is a stack of matrices. One with an attribute `matrices`, a list of numbers
+    of rows, is so many matrices on top of each other, as queries, keys and values are. Each process
+    gathers all sharded weights and updates."""
 
     def __init__(self, params, dtype: torch.dtype, lr=0.02, momentum=0.95, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -25,7 +23,7 @@ class Muon(torch.optim.Optimizer):
             lr, momentum = group["lr"], group["momentum"]
             batches = {}  # (rows, columns): [(weight, update)], parts of parameters
             gathered = []  # (sharded parameter, the whole of it)
-            for i, p in enumerate(group["params"]):
+            for p in group["params"]:
                 if p.grad is None:
                     continue
                 if not self.state[p]:
@@ -36,32 +34,26 @@ class Muon(torch.optim.Optimizer):
                 if hasattr(p, "full_tensor"):
                     weight, update = p.full_tensor(), update.full_tensor()
                     gathered.append((p, weight))
-                rows = getattr(p, "matrices", [p.size(-2)])
-                if sum(rows) != p.size(-2):
-                    name = group.get("param_names", group["params"])[i]
-                    raise ValueError(f"{name} has {p.size(-2)} rows, but .matrices = {rows}")
-                rows = rows * weight[..., 0, 0].numel()  # for each matrix of a stack
+                rows = getattr(p, "matrices", [p.size(-2)]) * weight[..., 0, 0].numel()
                 parts = (t.view(-1, p.size(-1)).split(rows) for t in (weight, update))
                 for part in zip(*parts, strict=True):
                     batches.setdefault(part[0].shape, []).append(part)
             for (rows, columns), parts in sorted(batches.items()):
-                updates = torch.stack([update for _, update in parts])
+                updates = torch.stack([update for _, update in parts]).to(self.dtype)
                 exact = self.dtype == torch.float32 and updates.device.type == "cpu"
-                updates = orthogonalise(updates.to(self.dtype), exact=exact)
                 scale = math.sqrt(max(1, rows / columns))  # taller ones write more
-                for (weight, _), update in zip(parts, updates, strict=True):
+                for (weight, _), update in zip(parts, orthogonalise(updates, exact), strict=True):
                     weight.mul_(1 - lr * group["weight_decay"])
                     weight.add_(update, alpha=-lr * scale)
             for p, weight in gathered:
                 p.copy_(shard(weight, p))
 
 
-def orthogonalise(x: torch.Tensor, steps: int = 5, exact: bool = False) -> torch.Tensor:
+def orthogonalise(x: torch.Tensor, exact: bool = False, steps: int = 5) -> torch.Tensor:
     """About U V^T of each x = U S V^T, (n, rows, columns), by steps of Newton-Schulz's iteration,
-    x = (a + b gram + c gram^2) x, with the Gram matrix x x^T. That of a long x is smaller than x,
-    and several steps are done in it alone (Zhang et al. 2026). Each multiplies rounding errors by
-    a^2 = 12. So it is computed again after three steps, and, of a short x, with few singular values
-    to share its norm, after each. exact: matmuls are in full float32, which never needs that."""
+    x = (a + b gram + c gram^2) x, with the Gram matrix x x^T. Several steps are done in that of a
+    long x alone (Zhang et al. 2026). Each multiplies rounding errors by a^2 = 12, so it is computed
+    again after three steps, of a short x after each. exact: matmuls are in full float32."""
     a, b, c = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # the smaller matmul of the two

@@ -5,8 +5,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gptling.muon import orthogonalise
-from model import GPT, GPTConfig
-from train import TrainConfig, configure_optimizers
 
 
 class RoundToTF32(TorchFunctionMode):
@@ -48,13 +46,3 @@ def test_no_update_has_a_singular_value_above_1_3(rows, columns, n, rounding):
     else:
         y = orthogonalise(x.bfloat16()).float()
     assert torch.linalg.matrix_norm(y, 2).max() <= 1.3
-
-
-def test_a_parameter_whose_matrices_do_not_add_up_is_named():
-    model = GPT(GPTConfig(8, 11, 2, 2, 4))
-    model.h[1].attn.c_attn = torch.nn.Linear(4, 10)
-    model.h[1].attn.c_attn.weight.matrices = [4, 4, 4]
-    model.h[1].attn.c_attn.weight.grad = torch.ones(10, 4)
-    with pytest.raises(ValueError, match=r"h\.1\.attn\.c_attn\.weight has 10 rows.*\[4, 4, 4\]"):
-        config = TrainConfig(optimizer="muon", learning_rate=0.01, muon_lr=0.05)
-        configure_optimizers(model, config)[1].step()
