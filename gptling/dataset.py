@@ -3,9 +3,8 @@ function of (seed, step), so a checkpoint has no state of a loader."""
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import chain, pairwise, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +26,13 @@ class Dataset:
         self.fingerprint = read_json(directory / "meta.json")["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        shards = sorted(directory.glob("train-*.npy"))
-        self.train = [np.load(file, mmap_mode="r") for file in shards]
+        self.train = [np.load(f, mmap_mode="r") for f in sorted(directory.glob("train-*.npy"))]
         self.val = np.load(directory / "val.npy", mmap_mode="r")
         self.block_size, self.n_tokens = block_size, sum(map(len, self.train))
-        n, split = min((max(map(len, self.train)), "train"), (len(self.val), "val"))
-        self.longest = n - 1  # the longest sequence that both splits have
-        if n <= block_size:
-            few = f"the {split} split has {n} tokens, but block_size + 1 is {block_size + 1}"
-            raise UserError(f"{directory}: {few}: prepare more text, or lower --block_size")
+        self.longest = min(max(map(len, self.train)), len(self.val)) - 1  # sequence of both splits
+        if self.longest < block_size:
+            remedy = f"prepare more text, or lower --block_size={block_size}"
+            raise UserError(f"{directory} has sequences of {self.longest} tokens at most: {remedy}")
         self.validate_on(eval_tokens)
 
     def validate_on(self, eval_tokens: int):
@@ -51,37 +48,27 @@ class Dataset:
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""
-        ours, theirs = self.tokenizer, load_tokenizer(checkpoint)
-        same = ours._mergeable_ranks == theirs._mergeable_ranks
-        special = ours._special_tokens.items() <= theirs._special_tokens.items()
-        if not (same and special and ours.n_vocab <= vocab_size):
+        ours, theirs = self.tokenizer._mergeable_ranks, load_tokenizer(checkpoint)._mergeable_ranks
+        if ours != theirs or self.tokenizer.n_vocab > vocab_size:
             remedy = f"prepare that text with --tokenizer={checkpoint}"
             raise UserError(f"{checkpoint} has another tokenizer than {self.directory}: {remedy}")
 
     def batches(self, config, steps: range, processes) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield (inputs, targets) on this process's device for every micro-batch of these steps.
-        Another thread loads the next ones while you use these."""
-
-        def load(step, micro_step):
+        """Yield (inputs, targets) on this process's device for every micro-batch of these steps."""
+        _, micro_steps = micro_batches(config, processes.world_size)
+        for step, micro_step in product(steps, range(micro_steps)):
             place = step, micro_step, processes.rank, processes.world_size
             sequences = processes.to_device(get_sequences(self.train, config, *place))
-            return sequences[:, :-1], sequences[:, 1:].clone()  # which you may change
-
-        micro_steps = range(micro_batches(config, processes.world_size)[1])
-        with ThreadPoolExecutor(1) as thread:
-            futures = (thread.submit(load, *both) for both in product(steps, micro_steps))
-            for ready, _ in pairwise(chain(futures, [None])):
-                yield ready.result()
+            yield sequences[:, :-1], sequences[:, 1:].clone()  # which you may change
 
     def validation_batches(self, batch_size: int, processes) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield (inputs, targets) of this process's share of the validation sequences. The last
         ones end in targets of -100: every process has the same number, as FSDP needs."""
-        T, n, world_size = self.block_size, len(self.val_starts), processes.world_size
-        size = min(batch_size, math.ceil(n / world_size))
-        for i in range(math.ceil(n / size / world_size)):
-            first = (i * world_size + processes.rank) * size
-            sequences = torch.full((size, T + 1), -100)
-            for row, start in enumerate(self.val_starts[first : first + size]):
+        T = self.block_size
+        for i in range(0, len(self.val_starts), batch_size * processes.world_size):
+            first = i + processes.rank * batch_size
+            sequences = torch.full((batch_size, T + 1), -100)
+            for row, start in enumerate(self.val_starts[first : first + batch_size]):
                 ids = self.val[start : start + T + 1].astype(np.int64)
                 sequences[row, : len(ids)] = torch.from_numpy(ids)
             sequences = processes.to_device(sequences)
@@ -105,29 +92,28 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=2)
-def sequence_order(n_sequences: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(n_sequences)
+def draw_epoch(n_sequences: int, places: tuple, seed: int, epoch: int) -> tuple[np.ndarray, list]:
+    """The order of the sequences, and which of its `places` the first one of each shard has."""
+    firsts = [np.random.default_rng((seed, epoch, n)).integers(k) for n, k in enumerate(places)]
+    return np.random.default_rng((seed, epoch)).permutation(n_sequences), firsts
 
 
-def get_sequences(
-    shards: list[np.ndarray], config, step: int, micro_step=0, rank=0, world_size=1
-) -> torch.Tensor:
+def get_sequences(shards, config, step: int, micro_step=0, rank=0, world_size=1) -> torch.Tensor:
     """The sequences of a micro-batch, (B, block_size + 1) int64. Each begins with the last token of
     the one before. An epoch visits all, in an order drawn from (seed, epoch), which also draw where
     the first one of a shard begins. Rank r's micro-batch m of a step is m * world_size + r."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     # One sequence less than would fit, so that the first may begin at any of T places.
-    in_shard = np.array([max(len(shard) // T - 1, int(len(shard) > T)) for shard in shards])
-    ends = in_shard.cumsum()  # sequences up to the end of each shard
+    in_shard = [max(len(shard) // T - 1, int(len(shard) > T)) for shard in shards]
+    places = tuple(min(T, len(s) - n * T) for s, n in zip(shards, in_shard, strict=True))
+    ends = np.cumsum(in_shard)  # sequences up to the end of each shard
     first = ((step * micro_steps + micro_step) * world_size + rank) * B  # since the run began
     sequences = np.empty((B, T + 1), dtype=np.int64)
     for row in range(B):
         epoch, i = divmod(first + row, int(ends[-1]))
-        number = sequence_order(int(ends[-1]), config.seed, epoch)[i]
-        n = int(np.searchsorted(ends, number, side="right"))  # its shard
-        places = min(T, len(shards[n]) - in_shard[n] * T)  # places of the first sequence
-        offset = np.random.default_rng((config.seed, epoch, n)).integers(places)
-        start = offset + (number - (ends[n] - in_shard[n])) * T
+        order, firsts = draw_epoch(int(ends[-1]), places, config.seed, epoch)
+        n = int(np.searchsorted(ends, order[i], side="right"))  # its shard
+        start = firsts[n] + (order[i] - ends[n] + in_shard[n]) * T
         sequences[row] = shards[n][start : start + T + 1]
     return torch.from_numpy(sequences)

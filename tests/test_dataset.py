@@ -98,8 +98,8 @@ def test_a_split_has_one_token_more_than_a_sequence_at_least(here):
     for train, val in ((17, 17), (16, 17), (17, 16)):
         write_data(f"{train}-{val}", [1] * train, [1] * val)
     assert Dataset("17-17", 16).longest == 16
-    for name, split in (("16-17", "train"), ("17-16", "val")):
-        with pytest.raises(UserError, match=f"the {split} split has 16 tokens, .* is 17"):
+    for name in ("16-17", "17-16"):
+        with pytest.raises(UserError, match=r"sequences of 15 tokens at most.* --block_size=16"):
             Dataset(name, 16)
 
 
@@ -151,10 +151,8 @@ def test_processes_validate_on_each_token_of_the_split_once(here, n_tokens):
 @pytest.mark.parametrize(
     "ours, theirs, vocab_size, same",
     [
-        ("ab", "ab", 2, True),
-        ("ab", "ac", 2, False),
         ("ab", "ab.", 3, True),  # end-of-text, which our text does not need
-        ("ab.", "ab", 3, False),
+        ("ab", "ac", 2, False),
         ("ab.", "ab.", 2, False),  # the model lacks a row for it
     ],
 )

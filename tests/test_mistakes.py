@@ -80,7 +80,7 @@ MISTAKES = [
     # ------------------------------------------------------------ training
     ("train.py --dataset=nix", "data/nix", "prepare.py", "--name=nix", "--dataset from", "mine"),
     ("train.py --dataset=notes", "data/notes has no prepared text", "prepare.py"),
-    ("train.py NEW --dataset=mine --block_size=1000", "1001", "--block_size"),
+    ("train.py NEW --dataset=mine --block_size=1000", "more text", "--block_size=1000"),
     ("train.py --out_dir=new --dataset=mine --minutes=-5", "--minutes=-5", 2),
     ("train.py NEW --dataset=mine --device=cuda", "cuda"),
     ("train.py NEW --dataset=mine --init_from=nix", "nix", "out/mine"),
