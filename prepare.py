@@ -40,7 +40,6 @@ class PrepareConfig:
         name = self.name or name_after(self.sources)
         if Path(name).name != name or name in ("", ".."):
             raise ValueError(f"--name {name!r}: give a plain name, for a directory in data/")
-        tokenizers.check_vocab_size(self.tokenizer, self.vocab_size)
 
 
 def name_after(sources: tuple[str, ...]) -> str:

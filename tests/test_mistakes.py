@@ -57,9 +57,9 @@ MISTAKES = [
     ("prepare.py a.txt --tokenizer=bqe", "bqe", "bpe", "char", "byte", "gpt2"),
     ("prepare.py a.txt --tokenizer=out/nix", "out/nix", "or a directory"),
     ("prepare.py new.txt --tokenizer=out/mine", "'ü'", "U+00FC"),
-    ("prepare.py a.txt --tokenizer=bpe --vocab_size=256", "256", "257", 2),
+    ("prepare.py a.txt --tokenizer=bpe --vocab_size=256", "256", "257"),
     ("prepare.py a.txt --tokenizer=bpe --vocab_size=5000", "5000", "more text"),
-    ("prepare.py a.txt --tokenizer=char --vocab_size=500", "500", "bpe", 2),
+    ("prepare.py a.txt --tokenizer=char --vocab_size=500", "500", "bpe"),
     # ------------------------------------------------------------ flags and presets
     ("train.py --datset=shakespeare_char", "--datset", "--dataset", 2),
     ("train.py --n_layer=two", "--n_layer", "'two'", 2),
