@@ -59,7 +59,6 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     vocab_multiple: PositiveInt = 1  # round the vocabulary size up to a multiple. 128 suits GPUs
     # data
     dataset: str = "quickstart"  # name of a directory under data/, made by prepare.py
-    allow_changed_data: bool = False  # resume even though the dataset has changed
     # run
     minutes: float = 1.0  # time budget: what you do not set is planned for it. Or give --max_iters
     max_iters: Planned[PositiveInt] = None  # number of training steps. It replaces --minutes
@@ -229,8 +228,8 @@ def main():
 
     # ------------------------------------------------------------ data and model
     data = Dataset(config.dataset, config.block_size, eval_part(vars(config)))
-    if state and state["data"] != data.fingerprint and not config.allow_changed_data:
-        remedy = "prepare it again, or give --allow_changed_data"
+    if state and state["data"] != data.fingerprint:
+        remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
         raise UserError(f"{data.directory} is not what {config.out_dir} was trained on: {remedy}")
     model, parallel, compiled, autocast, dtype, optimizers = set_up(config, data, source, processes)
     config.vocab_size = model.config.vocab_size
@@ -304,18 +303,13 @@ def main():
                 scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-        progress.loss_sum = progress.loss_sum + losses["loss"]  # on its device: no step waits
-        progress.step, progress.loss_steps = done, progress.loss_steps + 1
-        progress.overflows += overflow
+        progress.step = done
 
         if report_now:
             report.training(done, losses, norm, optimizers)
         if evaluate_now:
-            train_loss = float(progress.loss_sum) / progress.loss_steps
-            metrics = {"step": done, "train_loss": train_loss}
-            progress.loss_sum, progress.loss_steps = 0.0, 0
             with autocast:
-                metrics |= evaluate(parallel, data, config, processes)
+                metrics = {"step": done} | evaluate(parallel, data, config, processes)
                 comparable = metrics["val_loss"]  # over the same tokens each time
                 if done == config.max_iters and config.eval_tokens is None:
                     data.validate_on(0)

@@ -170,7 +170,6 @@ class Report:
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
         columns += [f"lr {rates[0]:.2e}", f"norm {numbers['norm']:.2f}"]
         columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
-        numbers |= {"overflows": self.progress.overflows} if self.progress.overflows else {}
         if mfu := flops_utilisation(speed / self.processes.world_size, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
             columns.append(f"MFU {mfu:.0%}")

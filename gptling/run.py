@@ -16,10 +16,10 @@ from gptling.files import UserError, lock_directory, new_directory, read_json, r
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
-FORMAT = 4  # of training_state.pt
+FORMAT = 5  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "minutes", "out_dir"}
-START_FLAGS |= {"allow_changed_data", "allow_changed_model", "vocab_size"}
+START_FLAGS |= {"allow_changed_model", "vocab_size"}
 
 
 @dataclass
@@ -28,9 +28,6 @@ class Progress:
 
     step: int = 0  # steps done
     best: float = math.inf  # the lowest validation loss
-    overflows: int = 0  # steps that float16 skipped
-    loss_sum: float | torch.Tensor = 0.0  # of the training losses since the last evaluation
-    loss_steps: int = 0  # the number of these losses
     seconds: float = 0.0  # of all sessions so far
 
 

@@ -408,8 +408,7 @@ def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, 
     assert len(steps) == 6 and all(entry[term] > 0 for entry in steps)
     assert f"{term} {steps[-1][term]:.3f}" in output
     evaluation = next(entry for entry in log if "val_loss" in entry)
-    mean = sum(entry["loss"] for entry in steps) / 6
-    assert term not in evaluation and evaluation["train_loss"] == pytest.approx(mean)
+    assert term not in evaluation
     if name == "second head":
         assert steps[-1][term] < steps[0][term] - 0.05
 

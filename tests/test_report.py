@@ -63,7 +63,7 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here, monkeypatch):
     run = here / "out" / "mine"
     log, events = read_log(run), EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    names = "loss val_loss train_loss bits_per_byte val_tokens lr muon_lr norm tokens_per_s ms "
+    names = "loss val_loss bits_per_byte val_tokens lr muon_lr norm tokens_per_s ms "
     names = (names + "seconds").split()
     assert set(events.Tags()["scalars"]) == set(names)
     for name in names:

@@ -174,7 +174,7 @@ def test_a_reason_why_checkpoints_are_no_gpt2s_is_printed_once(tmp_path, monkeyp
 
 def test_a_training_state_of_another_format_is_refused(tmp_path):
     torch.save({"format": 2}, tmp_path / "training_state.pt")
-    with pytest.raises(UserError, match=r"format 2, not 4: .* --init_from="):
+    with pytest.raises(UserError, match=r"format 2, not 5: .* --init_from="):
         load_training_state(tmp_path)
 
 
@@ -182,15 +182,17 @@ def test_a_training_state_of_another_format_is_refused(tmp_path):
 
 
 def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
-    """A data set that was renamed too; what the flags of one start allow is not kept."""
+    """A data set that was renamed too, but not one with other contents."""
     (finished / "data/mine").rename(finished / "data/better name")
     meta = finished / "data/better name/meta.json"
-    meta.write_text(re.sub('"sha256": "..', '"sha256": "00', meta.read_text()))
+    text = meta.read_text()
+    meta.write_text(re.sub('"sha256": "..', '"sha256": "00', text))
     flags = [*RESUME, "--max_iters=25", "--learning_rate=5e-3", "--dataset=better name"]
     flags += ["--warmup_iters=30"]
     process = train(*flags, cwd=finished)
-    assert process.returncode == 1 and b"--allow_changed_data" in process.stderr
-    process = train(*flags, "--allow_changed_data", cwd=finished)
+    assert process.returncode == 1 and b"is not what out/mine was trained on" in process.stderr
+    meta.write_text(text)
+    process = train(*flags, cwd=finished)
     output = process.stdout.decode()
     assert process.returncode == 0, process.stderr
     assert "max_iters: 20 -> 25" in output and "learning_rate: 0.01 -> 0.005" in output
@@ -214,7 +216,7 @@ def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
 
 
 def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):
-    once = {"allow_changed_data": True, "allow_changed_model": True, "minutes": 2.0}
+    once = {"allow_changed_model": True, "minutes": 2.0}
     saved = asdict(small(max_iters=7)) | once | {"overwrite": True, "ema": 0.9}
     del saved["keep_last"]  # a setting that the run does not have yet
     now = small(resume=True, allow_changed_model=True)
@@ -232,7 +234,7 @@ def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
     assert (here / "out/b/config.toml").read_text(encoding="utf-8") == text
     assert_equal(weights(here / "out/a", 20), weights(here / "out/b", 20))
     once = {"resume", "auto_resume", "overwrite", "eval_only", "minutes"}
-    once |= {"allow_changed_data", "allow_changed_model", "out_dir", "vocab_size"}
+    once |= {"allow_changed_model", "out_dir", "vocab_size"}
     assert set(tomllib.loads(text)) == {field.name for field in fields(TrainConfig)} - once
     config = small()
     config.eval_tokens = None  # as in planned runs; TOML has no null
