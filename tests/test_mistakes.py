@@ -101,7 +101,7 @@ MISTAKES = [
     (
         "train.py --resume --out_dir=out/mine --max_iters=30 --dataset=other",
         "data/other",
-        "--allow",
+        "--init_from=out/mine",
     ),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint", "out/mine"),
