@@ -77,6 +77,8 @@ def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
     preset, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / f"config/{preset}.toml").write_text("of = another project")
     c, given = load(TrainConfig, "", [f"config/{preset}.toml"], presets=True)
     needed = "dataset block_size batch_size optimizer learning_rate schedule min_lr warmup_iters "
     needed += "beta2 max_iters eval_interval "  # so that no recipe changes with the quick start

@@ -3,11 +3,9 @@
 import gc
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,9 @@ import pytest
 
 from gptling import compare
 from gptling.cli import run
-from gptling.compare import judge, step_time, t_quantile
-from tests.conftest import ROOT, TINY, run_script
+from gptling.compare import T_QUANTILES, judge, step_time
+from tests.conftest import TINY, output_of, read_log
+from tests.edits import copy_edited
 
 SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "config", "gptling", ".gitignore"]
 FLAGS = ["--dataset=mine", *TINY]
@@ -28,54 +27,44 @@ def git(*words):
 
 
 @pytest.fixture
-def run_compare(trained, tmp_path, monkeypatch, capsys):
+def run_compare(trained, tmp_path, monkeypatch, capsys, train_here):
     """Compare in a repository with the project, committed, and data/mine. Its scripts run in the
     tests' fork server. Returns the exit code, the output, and (side, words) of each training.
     fake(side, seed, steps) replaces train.py: it gives the last loss, and the milliseconds of a
     step for each line of the log."""
     execute = compare.execute
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
+    copy_edited(tmp_path, SOURCES, ())
     shutil.copytree(trained / "data", tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     for words in ("init --quiet", "add --all", "commit --quiet --message=start"):
         git(*words.split())
 
     def run_compare(*words, fake=None):
-        def execute_here(*command, **options):
+        def execute_here(*command):
             if command[0] != sys.executable:
-                return execute(*command, **options)
-            script, words = Path(command[1]), command[2:]
+                return execute(*command)
+            script, words = tmp_path / command[1], command[2:]
             if script.name == "train.py":
                 trainings.append((script.parent.name, list(words)))
-            if script.name == "train.py" and fake:
-                given = dict(word[2:].split("=") for word in words[-5:])
-                steps = int(given["max_iters"])
-                loss, *ms = fake(script.parent.name, int(given["seed"]), steps)
-                log = [{"step": 10 + 10 * i, "ms": value} for i, value in enumerate(ms)]
-                log += [{"step": steps, "seconds": 1, "val_loss": 1, "parameters": 7}]
-                log[-1]["bits_per_byte"] = loss
-                Path(given["out_dir"]).mkdir()
-                Path(given["out_dir"], "log.jsonl").write_text("\n".join(map(json.dumps, log)))
-                return ""
-            process = run_script(script, *words, cwd=tmp_path)
-            if process.returncode:
-                sys.exit(process.stderr.decode())
-            return process.stdout.decode()
+            if script.name != "train.py" or not fake:
+                return output_of(script, *words, cwd=tmp_path)
+            given = dict(word[2:].split("=") for word in words if "=" in word)
+            steps, out_dir = int(given["max_iters"]), Path(given["out_dir"])
+            loss, *ms = fake(script.parent.name, int(given["seed"]), steps)
+            log = [{"step": 10 + 10 * i, "ms": value} for i, value in enumerate(ms)]
+            end = {"step": steps, "seconds": 1, "val_loss": 1, "parameters": 7}
+            log.append(end | {"bits_per_byte": loss})
+            out_dir.mkdir(exist_ok=True)
+            (out_dir / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
 
         trainings = []
         gc.collect()  # which unlocks the directory
-        monkeypatch.setattr(compare, "execute", execute_here)
-        monkeypatch.setattr(sys, "argv", ["gptling/compare.py", *words])
-        with pytest.raises(SystemExit) as exit:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
+            patch.setattr(compare, "execute", execute_here)
+            patch.setattr(sys, "argv", ["gptling/compare.py", *words])
             run(compare.main)
         return exit.value.code or 0, capsys.readouterr(), trainings
 
-    monkeypatch.setattr(compare, "ROOT", tmp_path)
-    monkeypatch.setattr(compare, "OUT", tmp_path / "out" / "compare")
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("gc.freeze", lambda: None)
     return run_compare
 
 
@@ -95,12 +84,9 @@ def comment_patch(header=""):
     return "out/same.patch"
 
 
-# ------------------------------------------------------------------ the answer
-
-
-@pytest.mark.parametrize("df", [*range(1, 12), 30, 120])
-def test_t_leaves_two_and_a_half_percent_on_each_side(df):
-    step = t_quantile(df) / 100_000
+@pytest.mark.parametrize("df, quantile", enumerate(T_QUANTILES, start=1))
+def test_t_leaves_two_and_a_half_percent_on_each_side(df, quantile):
+    step = quantile / 100_000
     x = step * (np.arange(100_000) + 0.5)
     log_norm = math.lgamma((df + 1) / 2) - math.lgamma(df / 2) - 0.5 * math.log(df * math.pi)
     density = np.exp(log_norm - (df + 1) / 2 * np.log1p(x**2 / df))
@@ -113,41 +99,38 @@ UNCLEAR = [-0.03, 0.01, -0.01]  # mean -0.01, deviation 0.02, of 3: half is 4.30
 
 
 @pytest.mark.parametrize(
-    "differences, ratios, words",
+    "differences, steps, words",
     [
-        (CLEAR, [1.0], "better by 0.0200 bits per byte (0.0041 to 0.0359)"),
-        ([-d for d in CLEAR], [1.0], "worse by 0.0200 bits per byte (0.0041 to 0.0359)"),
-        (CLEAR, [0.76, 0.66, 1.14, 0.8], "the times vary too much to say (-0.0359 to -0.0041 "),
-        (UNCLEAR, [1, 1.05, 1.09], "no difference that 3 seeds can show (-0.0597 to +0.0397 bits"),
-        (UNCLEAR, [1, 1.05, 1.11], "the times vary too much to say (-0.0597 to +0.0397 bits per"),
-        ([-0.3], [1.0], "-0.3000 bits per byte with one seed, which cannot say"),
-        ([0.0, 0.0, 0.0], [1.0], "no difference at all"),
+        (CLEAR, [9], "better by 0.0200 bits per byte (0.0041 to 0.0359)"),
+        ([-d for d in CLEAR], [9], "worse by 0.0200 bits per byte (0.0041 to 0.0359)"),
+        (CLEAR, [76, 66, 114, 80], "the times vary too much to say (-0.0359 to -0.0041 bits"),
+        (UNCLEAR, [100, 105, 109], "no difference that 3 seeds can show (-0.0597 to +0.0397 bits"),
+        (UNCLEAR, [100, 105, 111], "the times vary too much to say (-0.0597 to +0.0397 bits"),
+        ([-0.3], [9], "-0.3000 bits per byte with one seed, which cannot say"),
+        ([0.0, 0.0], [9], "no difference that 2 seeds can show (+0.0000 to +0.0000 bits"),
+        (12 * [-0.1, 0.0], [9], "better by 0.0500 bits per byte (0.0264 to 0.0736)"),
     ],
 )
-def test_a_difference_is_called_one_only_beyond_the_interval_of_pairs(differences, ratios, words):
-    assert judge(differences, ratios).startswith(words)
+def test_a_difference_is_called_one_only_beyond_the_interval_of_pairs(differences, steps, words):
+    assert judge(differences, steps).startswith(words)
 
 
 def test_the_time_of_a_step_is_the_mean_over_all_steps_after_the_warm_up():
     """Not the median, by which work that is done in every tenth step would cost nothing."""
-    times = {10: 900.0, **dict.fromkeys(range(20, 101, 10), 10.0), 110: 110.0, 115: 50.0}
-    log = [{"step": step, "ms": ms} for step, ms in times.items()]
+    log = [{"step": 10 * i, "ms": ms} for i, ms in enumerate([900.0, *[10.0] * 9, 110.0], start=1)]
     log.insert(5, {"step": 50, "val_loss": 1.0})
-    assert step_time(log) == pytest.approx((90 * 10 + 10 * 110 + 5 * 50) / 105)
+    assert step_time(log) == pytest.approx((9 * 10 + 110) / 10)
     assert step_time(log[:1]) == 900.0
-
-
-# ------------------------------------------------------------------ whole comparisons
 
 
 def test_the_same_code_gives_a_difference_of_exactly_zero(run_compare, monkeypatch):
     monkeypatch.setattr(compare, "step_time", lambda log: 1.0)
     patch, before = comment_patch(), git("status", "--porcelain")
-    again = shutil.copy(patch, "out/again.patch")  # which is not applied after the other one
+    again = shutil.copy(patch, "out/again.patch")  # not applied after the other one; the same runs
     code, printed, trainings = run_compare(patch, again, "--seeds=1", "--", *FLAGS)
-    assert code == 0 and [side for side, _ in trainings] == ["working-tree", "same", "again"]
+    assert code == 0 and [side for side, _ in trainings] == ["working-tree", "same"]
     for question in ("after 20 steps", "in the time of 20 steps"):
-        assert f"same against working-tree {question}: no difference at all" in printed.out
+        assert f"same against working-tree {question}: +0.0000 bits per byte" in printed.out
     assert git("status", "--porcelain") == before
     assert "# maths" in Path("out/compare/same/model.py").read_text(encoding="utf-8")
 
@@ -157,24 +140,23 @@ def test_a_patch_brings_flags_and_tokens_of_its_own(run_compare):
     text = "".join(f"{n} grüne Flaschen\n" for n in range(300))
     Path("my text.txt").write_text(text, encoding="utf-8")
     words = [patch, "--prepare='my text.txt' --tokenizer=char", "--seeds=1", "--", *FLAGS]
-    code, printed, _ = run_compare(*words)
-    assert code == 0
+    printed = run_compare(*words)[1]
     for side, tokenizer, n_layer in (("working-tree", "char", 2), ("same", "byte", 1)):
-        log = Path(f"out/compare/{side}/20-steps-seed-1.jsonl").read_text().splitlines()
+        log = read_log(Path(f"out/compare/{side}/run"))
         meta = json.loads(Path(f"data/compare-{side}/meta.json").read_text())
-        assert meta["tokenizer"] == tokenizer
-        assert json.loads(log[-1])["val_tokens"] == meta["val"]["tokens"] - 1  # all of the split
+        assert (meta["tokenizer"], meta["characters"]) == (tokenizer, len(text))
+        assert log[-1]["val_tokens"] == meta["val"]["tokens"] - 1  # all of the split
         vectors = meta["vocab_size"] + 16 + n_layer * (12 * 16 + 2) + 1  # of 16 numbers each
-        assert f"| {side} | {16 * vectors:,} | " in printed.out
+        assert f"{side}: {16 * vectors:,} parameters, 20 steps, " in printed.out
 
 
 def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
     own = "config/shakespeare_char_cpu.toml"  # each side has its own; others are where they are
-    edit(own, "dropout", "# changed\ndropout")
+    edit(own, "n_layer = 4", "n_layer = 3")
     Path("new.py").write_text("not committed\n")
     Path("out").mkdir()
-    Path("out/my.toml").write_text("max_iters = 20\n")
-    words = [own, "out/my.toml", "--dataset=mine", "--n_layer=1"]
+    Path("out/my.toml").write_text("max_iters = 200\n")
+    words = [own, "out/my.toml", "--dataset=mine", "--n_head=1"]
 
     def fake(side, seed, steps):
         """Steps of the working tree take 1.25, 1.3 and 1.2 times as long, without the warm-up."""
@@ -184,23 +166,25 @@ def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
 
     code, printed, trainings = run_compare("--", *words, fake=fake)
     assert code == 0
-    assert (compare.OUT / "working-tree" / "new.py").read_text() == "not committed\n"
-    assert not (compare.OUT / "last-commit" / "new.py").exists()
+    assert Path("out/compare/working-tree/new.py").read_text() == "not committed\n"
+    assert not Path("out/compare/last-commit/new.py").exists()
+    for side, n_layer in (("working-tree", 3), ("last-commit", 4)):
+        assert f"n_layer = {n_layer}" in Path("out/compare", side, own).read_text()
 
     # Every other seed in reversed order, and each seed with its own ratio of times.
     a, b = "last-commit", "working-tree"
-    expected = [(a, 1, 20), (b, 1, 20), (b, 2, 20), (a, 2, 20), (a, 3, 20), (b, 3, 20)]
-    expected += [(b, 1, 16), (b, 2, 15), (b, 3, 17)]
+    expected = [(a, 1, 200), (b, 1, 200), (b, 2, 200), (a, 2, 200), (a, 3, 200), (b, 3, 200)]
+    expected += [(b, 1, 160), (b, 2, 154), (b, 3, 167)]
     for (side, found), (name, seed, steps) in zip(trainings, expected, strict=True):
-        assert side == name and found[:4] == [str(compare.OUT / side / own), *words[1:]]
-        assert ("# changed" in Path(found[0]).read_text()) == (side == "working-tree")
+        assert side == name and found[:4] == words
         flags = {f"--seed={seed}", f"--max_iters={steps}", "--eval_tokens=0", "--curves=False"}
         assert flags <= set(found[4:])
-    assert "| 1.25 | 2.800 | 2.951 |" in printed.out and "| 1.00 | 2.200 | 2.200 |" in printed.out
-    differences = [[11 / 20, 12 / 20, 13 / 20], [11 / 16, 12 / 15, 13 / 17]]
+    for line in (f"{a}: 7 parameters, 200 steps, 2.200", f"{b}: 7 parameters, 160 steps, 2.275"):
+        assert f"{line} bits per byte\n" in printed.out
+    differences = [[11 / 200, 12 / 200, 13 / 200], [11 / 160, 12 / 154, 13 / 167]]
     for question, values in zip(("after", "in the time of"), differences, strict=True):
-        assert f"{b} against {a} {question} 20 steps: {judge(values, [1.0])}\n" in printed.out
-    assert "worse by 0.6000 bits per byte (0.4758 to 0.7242)" in printed.out
+        assert f"{b} against {a} {question} 200 steps: {judge(values, [1])}\n" in printed.out
+    assert "worse by 0.0600 bits per byte (0.0476 to 0.0724)" in printed.out
 
 
 def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_compare, monkeypatch):
@@ -230,23 +214,20 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
 
     # Everything that a run depends on makes new runs.
     monkeypatch.setattr(compare, "draw_curves", lambda *_: None)
-    assert len(train("--n_layer=1")[1]) == len(train()[1]) == 6
-    os.utime("my.toml", ns=(1, 1))
+    assert len(train("--n_layer=1")[1]) == 6
+    Path("my.toml").write_text("n_head = 2\nmax_iters = 20\n")
     assert len(train()[1]) == 6
     edit("train.py", '"""Train a GPT.', '"""Train a GPT!')
     assert len(train()[1]) == 6
-    later = time.time() + 100
-    os.utime("data/mine/meta.json", (later, later))
-    assert len(train()[1]) >= 6
+    edit("data/mine/meta.json", '"format": 1', '"format": 2')
+    assert len(train()[1]) == 6
 
 
 def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_lines(run_compare):
     code, printed, _ = run_compare("--", *FLAGS)
     assert code == 1 and "nothing has changed since the last commit" in printed.err
-    patch = comment_patch()
-    text = Path(patch).read_text()
-    Path(patch).write_text(text.replace("-import math", "-import maths"))
-    assert "patch failed: model.py" in run_compare(patch, "--", *FLAGS)[0]
-    Path(patch).write_text(text.replace("import math  #", "raise ValueError('mine')  #"))
-    code, _, trainings = run_compare(patch, "--", *FLAGS)  # whose first side trains
-    assert code.splitlines()[-1] == "ValueError: mine" and len(trainings) == 2
+    patch = Path(comment_patch())
+    patch.write_text(patch.read_text().replace("-import math", "-import maths"))
+    assert "patch failed: model.py" in run_compare(str(patch), "--", *FLAGS)[0]
+    with pytest.raises(SystemExit, match="ValueError: mine"):
+        compare.execute(sys.executable, "-c", "raise ValueError('mine')")
