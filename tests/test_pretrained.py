@@ -79,12 +79,13 @@ def test_transformers_reads_our_directory(tmp_path, bias, dropout):
     assert again.config == model.config and torch.equal(again(IDX)[0], model(IDX)[0])
 
 
-@pytest.mark.parametrize("base_only", [False, True])  # keys with and without `transformer.`
-def test_we_read_a_directory_of_transformers(tmp_path, base_only):
+@pytest.mark.parametrize("dtype, base_only", [(torch.float32, False), (torch.bfloat16, True)])
+def test_we_read_a_directory_of_transformers(tmp_path, dtype, base_only):
+    """Whose tensors have names with and without `transformer.`."""
     config = transformers.GPT2Config(vocab_size=28, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    other = randomised(transformers.GPT2LMHeadModel(config))
+    other = randomised(transformers.GPT2LMHeadModel(config)).to(dtype)
     (other.transformer if base_only else other).save_pretrained(tmp_path)
-    assert_close(load_model(GPT, tmp_path), other)
+    assert_close(load_model(GPT, tmp_path), other.float())
 
 
 def test_auto_tokenizer_gives_our_ids_and_text(tmp_path):
@@ -122,9 +123,7 @@ def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
 def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(tmp_path):
     tokenizer = build_tokenizer("char", ["abcdefgh"], end_of_text=False)
     save(random_model(), tmp_path, tokenizer_to_json(tokenizer))
-    before = torch.get_rng_state()
     model = load_model(GPT, tmp_path)
-    assert torch.equal(torch.get_rng_state(), before), "random numbers for 124 M take a second"
     assert not model.training and model.valid_tokens.tolist() == [True] * 8 + [False] * 20
     assert torch.equal(model.h[1].attn.causal_mask, torch.ones(16, 16).tril().bool())
 
@@ -135,8 +134,7 @@ def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(t
 def test_a_gpt2_of_the_hub_is_downloaded_or_where_you_put_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    remedy = "gpt2-medium: cannot be downloaded .*into a directory gpt2-medium"
-    with pytest.raises(UserError, match=remedy):
+    with pytest.raises(UserError, match="gpt2-medium: Cannot find"):
         load_model(GPT, "gpt2-medium")
     save(random_model(), "gpt2-medium")
     assert find_checkpoint("gpt2-medium").as_posix() == "gpt2-medium"
@@ -152,7 +150,7 @@ def test_a_gpt2_of_the_hub_is_downloaded_or_where_you_put_it(tmp_path, monkeypat
 
 def test_no_other_name_is_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gptling.pretrained.download", lambda name: pytest.fail(name))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: pytest.fail(name))
     for name in ("llama", "someone/gpt2", "gpt2-xxl", "out/gpt2"):
         with pytest.raises(UserError, match=f"{name}: no checkpoint there"):
             find_checkpoint(name)
@@ -181,7 +179,7 @@ def test_a_run_means_its_best_or_where_it_was_stopped(losses, chosen, tmp_path, 
     for newest in ("a", "b"):
         os.utime(f"out/{newest}", (2e9 + ord(newest),) * 2)
         assert find_checkpoint("").parent.name == newest
-    with pytest.raises(UserError, match=r"other: no checkpoint there .*: out/a, out/b"):
+    with pytest.raises(UserError, match="other: no checkpoint there"):
         find_checkpoint("other")
 
 
@@ -194,9 +192,9 @@ MISFITS = [  # changes of config.json or of a tensor, and what is said
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ({"model_type": "llama"}, "'model_type': 'llama'"),
     ({"n_positions": 32}, "wpe.weight"),
-    ({"n_layer": 3}, "h.2."),
-    ({"n_layer": 1}, "h.1."),
-    ({"h.1.ln_2.bias": None}, "h.1.ln_2.bias"),
+    ({"n_layer": 3}, "attn.c_proj.bias"),
+    ({"n_layer": 1}, "attn.c_proj.bias"),
+    ({"h.1.ln_2.bias": None}, r"in only one: h\.\*\.ln_2\.bias; logits: other"),
     ({"h.1.mlp.c_fc.weight": torch.zeros(128, 32)}, "h.1.mlp.c_fc.weight"),
     ({"lm_head.bias": torch.ones(28)}, "lm_head.bias"),
 ]
@@ -272,17 +270,14 @@ def test_the_weights_of_another_architecture_carry_16_numbers_that_it_gives(tmp_
     assert json.loads(stored) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_save_computes_in_float32_and_leaves_the_model_as_it_was(tmp_path, dtype):
+def test_a_save_computes_in_float32_and_leaves_the_model_as_it_was(tmp_path):
     """Of a model in training mode, with TF32 allowed and inside autocast."""
-    model = random_model(dropout=0.5).to(dtype).train()
+    model = random_model(dropout=0.5).train()
     torch.set_float32_matmul_precision("medium")
     with torch.autocast("cpu", torch.bfloat16):
         assert save(model, tmp_path) == ""
     assert torch.get_float32_matmul_precision() == "medium" and model.training
     torch.set_float32_matmul_precision("highest")
-    assert next(model.parameters()).dtype == dtype
-    assert load(GPT, tmp_path).wte.weight.dtype == torch.float32
 
 
 class Renamed(GPT):
@@ -316,37 +311,32 @@ def test_what_leaves_the_logits_as_they_are_is_loaded_without_a_flag(tmp_path, c
         torch.manual_seed(1)
         loaded = load_model(extended, tmp_path)
         assert capsys.readouterr().out == (
-            f"{tmp_path}: 4 tensors are new: h.*.attn.A, h.*.attn.B\n"
-            f"{tmp_path}: the logits are those of the checkpoint\n"
+            f"{tmp_path}: tensors in only one: h.*.attn.A, h.*.attn.B; logits: same\n"
         )
         torch.testing.assert_close(loaded(IDX)[0], model(IDX)[0])
         assert torch.equal(loaded.h[1].attn.A, new.h[1].attn.A) and not loaded.h[1].attn.B.any()
         torch.nn.init.ones_(loaded.h[1].attn.B)
         save(loaded, tmp_path)
-        with pytest.raises(UserError, match=r"4 stored tensors are not used: h\.\*\.attn\.A, h"):
+        with pytest.raises(UserError, match=r"h\.\*\.attn\.A, h\.\*\.attn\.B; logits: other"):
             load_model(architecture, tmp_path)
 
 
-def test_with_the_flag_short_lines_say_what_is_not_the_checkpoints(tmp_path, capsys):
+def test_with_the_flag_a_line_says_what_is_not_the_checkpoints(tmp_path, capsys):
     save(random_model(), tmp_path)
-    lines = (
-        "4 stored tensors are not used: h.*.attn.c_attn.bias, h.*.attn.c_attn.weight",
-        "4 tensors are new: h.*.attn.c_attn.*.bias, h.*.attn.c_attn.*.weight",
-        "the logits are not those of the checkpoint",
-    )
+    names = [f"h.*.attn.c_attn.{end}" for end in ("*.bias", "*.weight", "bias", "weight")]
+    line = f"tensors in only one: {', '.join(names)}; logits: other"
     with pytest.raises(UserError, match="--allow_changed_model") as raised:
         load_model(Renamed, tmp_path)
-    assert "; ".join(lines) in str(raised.value) and "\n" not in str(raised.value)
-    assert not capsys.readouterr().out
+    assert line in str(raised.value) and not capsys.readouterr().out
     model = load_model(Renamed, tmp_path, allow_changed=True)
-    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}: {line}" for line in lines]
+    assert capsys.readouterr().out == f"{tmp_path}: {line}\n"
     assert torch.equal(model.h[1].mlp.c_fc.weight, load(GPT, tmp_path).h[1].mlp.c_fc.weight)
     assert 0 < model.h[1].attn.c_attn[0].weight.std() < 0.2, "as in a new model"
     load_model(GPT, tmp_path, allow_changed=True)
-    assert capsys.readouterr().out == f"{tmp_path}: the logits are those of the checkpoint\n"
+    assert capsys.readouterr().out == f"{tmp_path}: tensors in only one: none; logits: same\n"
 
 
-def test_a_size_that_a_flag_or_model_py_changes_is_named_and_no_change_of_the_model(tmp_path):
+def test_a_size_that_model_py_changes_is_named(tmp_path):
     class Wider(GPT):
         def __init__(self, config):
             super().__init__(config)
@@ -356,15 +346,11 @@ def test_a_size_that_a_flag_or_model_py_changes_is_named_and_no_change_of_the_mo
     reason = save(random_model(model_class=Wider), tmp_path)
     assert reason == "h.1.mlp.c_fc.weight is not as in a GPT-2"
     save(random_model(), tmp_path)
-    flags = (("n_layer", 1, 2), ("n_embd", 64, 32), ("n_head", 4, 2))
-    refused = [(GPT, {n: value}, f"--{n}={value}: .* has {stored}") for n, value, stored in flags]
-    shapes = r"h\.1\.mlp\.c_fc\.weight: .*\[128, 32\].*\[256, 32\]"
-    for model_class, changes, words in [*refused, (Wider, {}, shapes)]:
-        with pytest.raises(UserError, match=words) as raised:
-            load_model(model_class, tmp_path, dropout=0.1, **changes)
-        assert "something else" not in str(raised.value) and "\n" not in str(raised.value)
-    with pytest.raises(UserError, match=shapes):
-        load_model(Wider, tmp_path, allow_changed=True)
+    shapes = r"h\.1\.mlp\.c_proj\.weight: .*\[32, 128\].*\[32, 256\]"
+    for allow_changed in (False, True):
+        with pytest.raises(UserError, match=shapes) as raised:
+            load_model(Wider, tmp_path, allow_changed)
+        assert "\n" not in str(raised.value)
 
 
 # ---------------------------------------------------------------------------- a model to train
@@ -382,8 +368,10 @@ def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path
         config = TrainConfig(block_size=block_size, eval_only=eval_only, init_from="any")
         take_sizes(config, {}, GPT, tmp_path)
         assert config.block_size == longest and config.dropout is None, "its dropout is no size"
-    with pytest.raises(UserError, match=r"--block_size=33: .* has 32"):
-        take_sizes(TrainConfig(block_size=33), {"block_size": 33}, GPT, tmp_path)
+    refused = (("block_size", 33, 32), ("n_layer", 2, 3), ("n_embd", 96, 48), ("n_head", 4, 3))
+    for name, value, stored in refused:
+        with pytest.raises(UserError, match=f"--{name}={value}: .* has {stored}"):
+            take_sizes(TrainConfig(**{name: value}), {name: value}, GPT, tmp_path)
 
 
 @pytest.mark.parametrize("multiple, vocab_size", [(8, 32), (27, 27)])
