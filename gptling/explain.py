@@ -4,9 +4,7 @@ import base64
 import json
 from pathlib import Path
 
-import tiktoken
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -20,28 +18,26 @@ def visible(raw: bytes) -> str:
     return "".join(symbols.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
 
 
-def attention_weights(query, key, value, attn_mask=None, dropout_p=0.0, *more, **options):
-    """Return the weights (nh, T, S) of a call of F.scaled_dot_product_attention for one text: what
-    the kernel gives for the identity matrix as values, without dropout. Rows sum to 1, or to 0."""
-    value = torch.eye(key.size(-2), dtype=key.dtype).expand(*key.shape[:-1], -1)
-    y = F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *more, **options)
-    return y.nan_to_num().flatten(0, -3)
-
-
 class RecordAttention(TorchFunctionMode):
-    """While active, keeps the weights of every call of PyTorch's attention."""
+    """While active, keeps the weights (nh, T, S) of every call of PyTorch's attention for one text:
+    what it gives for the identity matrix as values, without dropout. Rows sum to 1, or to 0."""
 
     def __init__(self):
         super().__init__()
-        self.weights = []  # one (nh, T, S) a call
+        self.weights = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
-            self.weights.append(attention_weights(*args, **kwargs or {}))
+            self.record(*args, **kwargs or {})
         return func(*args, **kwargs or {})
 
+    def record(self, query, key, value, attn_mask=None, dropout_p=0.0, *more, **options):
+        value = torch.eye(key.size(-2), dtype=key.dtype).expand(*key.shape[:-1], -1)
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *more, **options)
+        self.weights.append(y.nan_to_num().flatten(0, -3))
 
-def logits_and_attention(model: nn.Module, idx: torch.Tensor):
+
+def logits_and_attention(model: torch.nn.Module, idx: torch.Tensor):
     """Return the logits (T, V) of one text idx (1, T), and the weights (n, nh, T, T) of the n calls
     of PyTorch's attention that the model makes. Raises UserError for what a page cannot show."""
     with RecordAttention() as attention:
@@ -55,17 +51,12 @@ def logits_and_attention(model: nn.Module, idx: torch.Tensor):
 
 
 @torch.no_grad()
-def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_prompt: int) -> dict:
-    """Return the data of the page, by one forward pass. The first n_prompt ids are the prompt.
+def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) -> dict:
+    """Return the data of the page: the first tokens of a text, whose first n_prompt are the prompt.
     alternatives: the ten likeliest as [label, probability, whether it is the token]. attention:
     base64 of 65535 times the lower triangles of the weights in uint16."""
-    max_tokens = min(256, model.config.block_size)
-    # From the beginning, so that each token has the context that it was drawn with. If the text
-    # does not fit, a prompt of more than half of the page loses its beginning.
-    start = max(0, min(n_prompt - max_tokens // 2, len(ids) - max_tokens))
-    shown = ids[start : start + max_tokens]
-    T = len(shown)
-    idx = torch.tensor([shown])
+    shown = ids[: min(256, model.config.block_size)]
+    idx, T = torch.tensor([shown]), len(shown)
     logits, weights = logits_and_attention(model, idx)
     logits = logits[:-1].masked_fill(~model.valid_tokens, float("-inf"))
     probs = logits.softmax(dim=-1)  # (T - 1, V)
@@ -79,8 +70,8 @@ def explain(model: nn.Module, tokenizer: tiktoken.Encoding, ids: list[int], n_pr
         "call": "layer" if len(weights) == model.config.n_layer else "attention call",
         "n_layer": weights.size(0),
         "n_head": weights.size(1),
-        "n_prompt": n_prompt - start,
-        "omitted": {"before": start, "after": len(ids) - start - T},
+        "n_prompt": min(n_prompt, T),
+        "omitted": len(ids) - T,
         "tokens": [visible(decode(token)) for token in shown],
         "probabilities": token_probs[:, 0].tolist(),
         "ranks": ((probs > token_probs).sum(dim=1) + 1).tolist(),
