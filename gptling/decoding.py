@@ -4,7 +4,6 @@ The copy is used only if its first logits are those of model.py."""
 
 import copy
 import sys
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -85,9 +84,8 @@ def compile_step(model: nn.Module):
 
 
 class StaticCache:
-    """Keys and values of one layer in a CUDA graph: `slot`, a tensor, says where the new ones go,
-    and all of the buffer is returned. `length` makes the query the last of a full window: what it
-    sees says the padding_mask, False where nothing is stored yet."""
+    """Keys and values of one layer in a CUDA graph. `slot`, a tensor, says where the new ones go.
+    The query is the last of a full window. The padding_mask hides what is not stored yet."""
 
     def __init__(self, cache, slot: torch.Tensor):
         self.k, self.v, self.slot = torch.zeros_like(cache.k), torch.zeros_like(cache.v), slot
@@ -102,7 +100,7 @@ class GraphedStep:
     """next_logits, of which a step of one token is a CUDA graph, with one launch for all kernels:
     the shapes stay the same while the cache grows. compile: fuse the kernels by torch.compile."""
 
-    def __init__(self, plain: Callable, compile: bool):
+    def __init__(self, plain, compile: bool):
         self.plain, self.compile = plain, compile
         self.logits = self.cache = None  # (B, V): no graph yet; the cache of the text
 

@@ -18,59 +18,47 @@ def pick_device(device: str) -> str:
     return found[0] if device == "auto" else device
 
 
-def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies in this dtype. Otherwise bfloat16 is emulated, very slowly."""
-    if dtype == torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return dtype != torch.float16
-
-
 def pick_dtype(dtype: str, device: str, wide: bool) -> str:
-    """`auto` to the fastest dtype. On a CPU bfloat16 pays if the model is `wide` and the processor
-    has instructions for its matmuls."""
+    """`auto` to the fastest dtype. On a CPU, bfloat16 is faster for `wide` models only."""
     if dtype != "auto":
         return dtype
     if device == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return "bfloat16" if native else "float16"
-    pays = device == "cpu" and wide and has_fast_matmul(torch.bfloat16)
-    return "bfloat16" if pays else "float32"
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if device == "cpu" and wide and native else "float32"
 
 
 def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """Cast the parameters. Unlike nn.Module.to, leave buffers, such as angles, as they are."""
     for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
 def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
-    """F.scaled_dot_product_attention, in float32 for q in bfloat16 on a CPU: its bfloat16 kernel is
+    """F.scaled_dot_product_attention, in float32 for q in bfloat16: a CPU's bfloat16 kernel is
     slower, except in training on long sequences."""
-    long = q.requires_grad and q.size(2) >= 256
-    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or long:
+    if q.dtype != torch.bfloat16 or (q.requires_grad and q.size(2) >= 256):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()
-    wide = (q.float(), k.float(), v.float())
     with torch.autocast("cpu", enabled=False):  # which would cast them back
-        return F.scaled_dot_product_attention(*wide, attn_mask=attn_mask, **options).to(q.dtype)
+        y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask, **options)
+    return y.to(q.dtype)
 
 
 def use_float32_attention(model: torch.nn.Module) -> bool:
     """Let layers that name PyTorch's attention kernel `attend` use float32_attention. Your own
     kernel stays. Returns whether each block has one such layer."""
-    kernel = F.scaled_dot_product_attention
-    layers = [m for m in model.modules() if getattr(m, "attend", None) is kernel]
+    attend = F.scaled_dot_product_attention
+    layers = [m for m in model.modules() if getattr(m, "attend", None) is attend]
     for layer in layers:
         layer.attend = float32_attention
     return len(layers) == len(set(model.h))
 
 
 def choose_algorithms(deterministic: bool):
-    """Let a GPU that has TF32 use it for float32 matmuls. deterministic: the same numbers in every
-    run, https://docs.pytorch.org/docs/stable/notes/randomness.html"""
+    """Allow TF32. See https://docs.pytorch.org/docs/stable/notes/randomness.html for the rest."""
     torch.set_float32_matmul_precision("high")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matmul
@@ -78,8 +66,7 @@ def choose_algorithms(deterministic: bool):
 
 
 def keep_freed_memory():
-    """Let glibc's malloc keep freed memory for the next step. Otherwise large blocks go back to the
-    system and return as pages of zeros."""
+    """Let glibc keep freed memory for the next step. The system would give new pages of zeros."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own

@@ -2,8 +2,6 @@
 
 import codecs
 
-import tiktoken
-
 
 class Sample:
     """A text as it is drawn. `unprinted` has whole characters, and nothing from a stop text on."""
@@ -14,7 +12,7 @@ class Sample:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""  # the last characters, with which a stop text may begin
 
-    def add(self, token: int, tokenizer: tiktoken.Encoding):
+    def add(self, token: int, tokenizer):
         """Add the next token. A special token ends the text."""
         if not self.ended:
             self.ids.append(token)

@@ -34,9 +34,9 @@ def dtypes() -> list[str]:
     """Those in which this machine computes matmuls; emulated bfloat16 takes 400 times as long."""
     import torch
 
-    from gptling.devices import has_fast_matmul
+    from gptling.devices import pick_dtype
 
-    native = torch.cuda.is_available() or has_fast_matmul(torch.bfloat16)
+    native = torch.cuda.is_available() or pick_dtype("auto", "cpu", wide=True) == "bfloat16"
     return ["float32", "bfloat16"] if native else ["float32"]
 
 
