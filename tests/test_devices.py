@@ -10,28 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptling import threads
+from gptling import devices, threads
 from gptling.cli import UserError
-from gptling.devices import (
-    cast_parameters,
-    float32_attention,
-    flops_utilisation,
-    keep_freed_memory,
-    pick_device,
-    pick_dtype,
-    use_float32_attention,
-)
 from model import GPT, GPTConfig
 from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_a_device_that_is_not_there_is_refused_by_name(device, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("torch.mps.is_available", lambda: False)
-    assert pick_device("auto") == pick_device("cpu") == "cpu"
+def test_a_device_that_is_missing_is_refused_by_name(device, monkeypatch):
+    monkeypatch.setattr(f"torch.{device}.is_available", lambda: False)
     with pytest.raises(UserError, match=f"--device={device}"):
-        pick_device(device)
+        devices.pick_device(device)
+    monkeypatch.setattr(f"torch.{device}.is_available", lambda: True)
+    assert devices.pick_device("auto") == devices.pick_device(device) == device
+    assert devices.pick_device("cpu") == "cpu"
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -39,10 +31,11 @@ def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, monkeypa
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: native)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
-    assert pick_dtype("float16", "cpu", wide=True) == "float16"
-    assert pick_dtype("auto", "cpu", wide=False) == pick_dtype("auto", "mps", True) == "float32"
-    assert pick_dtype("auto", "cpu", wide=True) == ("bfloat16" if native else "float32")
-    assert pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
+    assert devices.pick_dtype("float16", "cpu", wide=True) == "float16"
+    assert devices.pick_dtype("auto", "cpu", wide=False) == "float32"
+    assert devices.pick_dtype("auto", "mps", wide=True) == "float32"
+    assert devices.pick_dtype("auto", "cpu", wide=True) == ("bfloat16" if native else "float32")
+    assert devices.pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
 
 
 MASK = torch.arange(45.0).view(5, 9) % 4
@@ -57,7 +50,7 @@ def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask, cache_d
     wide = mask.double() if mask is not None and mask.dtype != torch.bool else mask
     expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=wide)
     with torch.autocast("cpu", torch.bfloat16):
-        y = float32_attention(q, k, v, attn_mask=mask)
+        y = devices.float32_attention(q, k, v, attn_mask=mask)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
 
@@ -68,27 +61,28 @@ def test_glibc_keeps_freed_memory_and_nothing_happens_elsewhere(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", lambda name: glibc)
     for platform in ("win32", "darwin", "linux"):
         monkeypatch.setattr("sys.platform", platform)
-        keep_freed_memory()
+        devices.keep_freed_memory()
     assert calls == [(-4, 0), (-1, -1)]
 
 
 def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():
-    assert flops_utilisation(1e6, 124_000_000, "NVIDIA H200") == pytest.approx(0.752, abs=1e-3)
-    assert flops_utilisation(1e6, 124_000_000, "NVIDIA GeForce GTX 1060") is None
+    share = devices.flops_utilisation(1e6, 124_000_000, "NVIDIA H200")
+    assert share == pytest.approx(0.752, abs=1e-3)
+    assert devices.flops_utilisation(1e6, 124_000_000, "NVIDIA GeForce GTX 1060") is None
 
 
 def test_attention_with_a_kernel_of_its_own_keeps_it():
     model = GPT(GPTConfig(8, 11, 2, 2, 8))
     model.h[1].attn.attend = torch.add
-    assert not use_float32_attention(model)
-    assert model.h[0].attn.attend is float32_attention
+    assert not devices.use_float32_attention(model)
+    assert model.h[0].attn.attend is devices.float32_attention
     assert model.h[1].attn.attend is torch.add
 
 
 def test_buffers_keep_their_digits_where_parameters_are_cast():
     model = GPT(GPTConfig(8, 11, 1, 2, 8))
     model.register_buffer("angles", torch.tensor([1 + 2j]))
-    cast_parameters(model, torch.bfloat16)
+    devices.cast_parameters(model, torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.angles.dtype == torch.complex64
     assert model.lm_head.weight is model.wte.weight
