@@ -4,7 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -56,13 +56,12 @@ def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask, cache_d
 
 
 def test_glibc_keeps_freed_memory_and_nothing_happens_elsewhere(monkeypatch):
-    calls = []
-    glibc = SimpleNamespace(mallopt=lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr("ctypes.CDLL", lambda name: glibc)
+    library = mock.Mock()
+    monkeypatch.setattr("ctypes.CDLL", library)
     for platform in ("win32", "darwin", "linux"):
         monkeypatch.setattr("sys.platform", platform)
         devices.keep_freed_memory()
-    assert calls == [(-4, 0), (-1, -1)]
+    assert library().mallopt.call_args_list == [mock.call(-4, 0), mock.call(-1, -1)]
 
 
 def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():

@@ -75,8 +75,9 @@ def explained(trained, tmp_path_factory):
 
 
 def random_model(V=256, model_class=GPT, **sizes):
+    """Its weights are large enough for an error to show."""
     torch.manual_seed(0)
-    sizes = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 16} | sizes
+    sizes = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32} | sizes
     model = model_class(model_class.config_class(vocab_size=V, **sizes)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
@@ -213,16 +214,13 @@ def browser():
     options.binary_location = binary
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as chrome:
         yield chrome
 
 
-def open_page(browser, page, width=1280):
-    """Load a page at the size of a phone or a desktop, and return a function that evaluates there:
-    an expression, of which `element` is the second argument."""
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+def open_page(browser, page):
+    """Load a page, and return a function that evaluates an expression there, of which `element` is
+    the second argument."""
     browser.get(page.as_uri())
     return lambda js, *element: browser.execute_script(f"return {js}", *element)
 
@@ -237,7 +235,6 @@ OPACITY = """(({ width, height }, context) => [...context.getImageData(0, 0, wid
 
 @pytest.mark.slow
 def test_a_walk_by_keyboard_shows_weights_probabilities_and_alternatives(browser, explained):
-    from selenium.webdriver import ActionChains
     from selenium.webdriver.common.keys import Keys
 
     page, model, ids = explained
@@ -264,25 +261,18 @@ def test_a_walk_by_keyboard_shows_weights_probabilities_and_alternatives(browser
             shown = [e.text for e in browser.find_elements("css selector", "#alternatives .text")]
             assert shown == [label for label, *_ in data["alternatives"][t - 1]]
         browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
-    ActionChains(browser).move_to_element(tokens[6]).perform()
-    assert evaluate(SHOWN) == 6
-    ActionChains(browser).move_to_element(browser.find_element("tag name", "h1")).perform()
-    assert evaluate(SHOWN) == len(ids) - 1  # the mouse only looks; a click stays
-    assert browser.get_log("browser") == []
 
 
 @pytest.mark.slow
-def test_hostile_text_stays_text_that_can_be_read_on_a_phone(browser, tmp_path):
+def test_hostile_text_stays_text(browser, tmp_path):
     """In tokens, in alternatives and in the name of the checkpoint. Nothing is loaded either."""
     ranks = {token.encode(): i for i, token in enumerate(HOSTILE)}
     encoding = tiktoken.Encoding("x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
     data = explain(random_model(len(HOSTILE)), encoding, [*range(len(HOSTILE))], 1)
     write_page(tmp_path / "page.html", {"model": HOSTILE[1]} | data)
-    evaluate = open_page(browser, tmp_path / "page.html", width=360)
+    evaluate = open_page(browser, tmp_path / "page.html")
     labels = [visible(token.encode()) for token in HOSTILE]
     assert evaluate(f"{TOKENS}.map((token) => token.textContent)") == labels
     assert HOSTILE[1] in evaluate(TEXT, "model") and evaluate("window.hacked === undefined")
     assert evaluate("document.querySelectorAll('img, script').length") == 2
     assert evaluate("performance.getEntriesByType('resource').length") == 0
-    assert evaluate("document.documentElement.scrollWidth") == 360
-    assert browser.get_log("browser") == []
