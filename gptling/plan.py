@@ -2,17 +2,15 @@
 
 The rules are fitted to the sweeps in docs/minutes.md. Parameters grow with the tokens as in
 Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556, batches as in Bergsma et al. 2025,
-https://arxiv.org/abs/2505.13738.
-"""
+https://arxiv.org/abs/2505.13738."""
 
 import copy
 import math
 import time
-from contextlib import redirect_stdout
 
 import torch
 
-from gptling.dataset import Dataset, micro_batches, tokens_per_step
+from gptling.dataset import Dataset, tokens_per_step
 from gptling.loss import objective_and_parts
 
 STARTED = time.perf_counter() - time.process_time()  # of the program: its imports took CPU time
@@ -21,18 +19,16 @@ SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
 TOKENS_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
 MAX_EPOCHS, SHORT_TEXT_STEPS = 12, 200  # the larger of the two ends a run
-MAX_PARAMETERS_PER_TOKEN = 25  # of the text. Times the epochs, they are its memorisation:
+PARAMETERS_PER_TOKEN = 25  # of the text. Times the epochs, they are its memorisation:
 DROPOUT_MEMORISATION, MAX_MEMORISATION = 35, 200
-EVALUATING_SHARE, LAST_EVALUATION = 0.04, 0.2  # of the time, at most: parts; the whole split
-MEASURING_SHARE, MEASURING_SECONDS = 0.1, 15.0  # of the time; the smaller of the two
-RESERVE = 1.05  # times a step: for data and the log
+EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
+MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
 SAVING, SAVING_PER_PARAMETER = 0.4, 1e-7  # seconds of a checkpoint and its sample: the larger
 
 
 def fill_in(config, values: dict):
-    """Set those fields of train.py's configuration that are None: to these values, and the rates
-    and the warm-up to what fits them. Wide models need lower rates, and a model that is trained
-    already (init_from) a tenth. AdamW has lower ones if it trains the matrices, too."""
+    """Set the fields of train.py's configuration that are None to these values, and rates and the
+    warm-up to what fits them. Wide models need lower rates, trained ones (init_from) a tenth."""
     given = {name: value for name, value in vars(config).items() if value is not None}
     vars(config).update(values | given)
     width, tenth = config.n_embd, 1 if config.init_from == "scratch" else 10
@@ -61,164 +57,128 @@ class Planner:
         self.fixed = {name: value for name, value in vars(config).items() if value is not None}
         self.train_tokens, self.val_tokens = data.n_tokens, len(data.val)
         self.vocab_size, self.longest = data.tokenizer.n_vocab, min(longest, data.longest)
-        self.compiling, self.memory = 0.0, math.inf  # seconds, bytes
-        if processes.device == "cuda":
-            self.memory = -0.8 * processes.all_reduce_max(-torch.cuda.mem_get_info()[0])
+        self.compiling, self.overfits = 0.0, False  # seconds; if the run had all of the time
 
     def plan(self) -> dict:
-        """Return the fields that make the best of the time. At most four settings are timed."""
+        """Return the fields that make the best of the time."""
         candidate, step = self.choose_model()
-        steps = self.schedule(candidate, step)["max_iters"]
-        fields = self.fields_for(candidate, steps * tokens_per_step(candidate))
+        tokens = self.schedule(candidate, step)["max_iters"] * tokens_per_step(candidate)
+        fields = self.fields_for(candidate["n_layer"], candidate["n_embd"], tokens)
         if fields != candidate:
             step = self.time_step(fields)
         return fields | self.schedule(fields, step)
 
     def choose_model(self) -> tuple[dict, float]:
         """Return the fields of the largest model that sees enough tokens, and a step's seconds."""
-        widest = max(self.fixed.get("n_embd", math.inf), SHAPES[0][1])
-        sizes = [self.sizes(*shape) for shape in SHAPES if shape[1] <= widest]
-        sizes = [s for i, s in enumerate(sizes) if s not in sizes[:i]]
-        models = [self.fields_for(s, self.enough_tokens(s)) for s in sizes]
-        most = MAX_PARAMETERS_PER_TOKEN * self.train_tokens
-        models[1:] = [m for m in models[1:] if self.fits(m) and self.parameters(m) <= most]
-        seconds = max(1.0, self.seconds_left())
-        per_token = {}  # seconds for a token, of the models that are measured
+        candidates = [self.fields_for(*shape) for shape in SHAPES]
+        models = {self.parameters(fields): fields for fields in candidates}
+        most = max(min(models), PARAMETERS_PER_TOKEN * self.train_tokens)
+        models = {n: fields for n, fields in models.items() if n <= most}
+        n = min(models) if "n_embd" in self.fixed else list(models)[:3][-1]
+        seconds, times = max(1.0, self.seconds_left()), {}  # of a token, of those measured
+        while n not in times:
+            times[n] = self.time_step(models[n]) / tokens_per_step(models[n])
+            # It grows a little less than the parameters do.
+            estimates = {m: times[n] * (m / n) ** 0.85 for m in models} | times
+            enough = [m for m in models if seconds / estimates[m] >= self.enough_tokens(m)]
+            n = max(enough, default=min(models))
+        # A larger one that is hardly slower is better: bfloat16 pays from a width of 128 on.
+        n = max(m for m in times if times[m] <= 1.2 * times[n])
+        return models[n], times[n] * tokens_per_step(models[n])
 
-        def nearest(i):
-            return min(per_token, key=lambda j: abs(j - i))
-
-        def sees_enough(i):  # a token's time grows a little less than the parameters do
-            ratio = self.parameters(models[nearest(i)]) / self.parameters(models[i])
-            return seconds / per_token[nearest(i)] * ratio**0.85 >= self.enough_tokens(models[i])
-
-        best = 0 if "n_embd" in self.fixed else min(2, len(models) - 1)  # 2: bfloat16 may pay
-        while best not in per_token and len(per_token) < 3:
-            step = self.time_step(models[best])
-            per_token[best] = step / tokens_per_step(models[best])
-            best = max(filter(sees_enough, range(len(models))), default=0)
-        # A larger one that is hardly slower is better.
-        best = max(i for i in per_token if per_token[i] <= 1.2 * per_token[nearest(best)])
-        return models[best], per_token[best] * tokens_per_step(models[best])
-
-    def sizes(self, n_layer: int, n_embd: int) -> dict[str, int]:
-        """Return the sizes of a shape. Heads have 32 channels, or 64 from a width of 256."""
+    def fields_for(self, n_layer: int, n_embd: int, tokens: float = 0) -> dict:
+        """Return the fields of a model that sees so many tokens, or enough (0)."""
         width = self.fixed.get("n_embd", n_embd)
-        heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)
+        heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
         n_head = self.fixed.get("n_head", next(n for n in heads if width % n == 0))
-        width = self.fixed.get("n_embd", math.ceil(width / n_head) * n_head)
-        return {"n_layer": self.fixed.get("n_layer", n_layer), "n_head": n_head, "n_embd": width}
-
-    def fields_for(self, sizes: dict, tokens: float) -> dict:
-        """Return the sizes with the dropout, sequences and batches for a run of so many tokens."""
-        memorisation = tokens / self.train_tokens * self.parameters(sizes) / self.train_tokens
+        fields = {"n_layer": n_layer, "n_head": n_head, "n_embd": width} | self.fixed
+        n = self.parameters(fields)
+        tokens = tokens or self.enough_tokens(n)
+        memorisation = tokens / self.train_tokens * n / self.train_tokens
         tokens = min(tokens, ENOUGH_EPOCHS * self.train_tokens)  # later epochs do not count
         block_size = 2 ** round(math.log2(max(64, tokens**0.6 / 72)))  # nearest power of two
-        fields = sizes | {
-            "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
-            "block_size": min(1024, block_size, self.longest),
-            "gradient_accumulation_steps": self.processes.world_size,
-            "batch_size": 1,
-        }
+        fields["block_size"] = min(1024, block_size, self.longest)
+        fields["dropout"] = 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0
+        fields |= {"batch_size": 1, "gradient_accumulation_steps": self.processes.world_size}
         fields |= self.fixed
         if "batch_size" not in self.fixed:
             sequences = max(1024, 9.3 * tokens**0.383) / tokens_per_step(fields)
             fields["batch_size"] = 2 ** max(0, round(math.log2(sequences)))
-        may_accumulate = not self.fixed.keys() & {"batch_size", "gradient_accumulation_steps"}
-        while may_accumulate and fields["batch_size"] > 1 and not self.fits(fields):
-            fields["batch_size"] //= 2
-            fields["gradient_accumulation_steps"] *= 2
-        return fields
+            while fields["batch_size"] > max(1, MICRO_BATCH_TOKENS // fields["block_size"]):
+                fields["batch_size"] //= 2
+                fields["gradient_accumulation_steps"] *= 2
+        return fields | self.fixed
 
     def schedule(self, fields: dict, step: float) -> dict:
         """Return how many steps of `step` seconds fill the time with evaluations. eval_tokens is
         None if the last one covers the whole split, and those before a part (see eval_part)."""
-        seconds, step = self.seconds_left() - SAVING, RESERVE * step
-        at_once = tokens_per_step(fields)
-        most = max(1.0, seconds / step)  # steps
-        n = max(3, min(10, int(seconds // 60)))  # evaluations
-        interval = min(most, self.fixed.get("eval_interval", most / n))
-        part = eval_part({"eval_interval": interval} | fields) or self.val_tokens
-        # In steps. A token costs a third of its training.
-        evaluation = min(part, self.val_tokens) / at_once / 3
+        step, at_once = 1.05 * step, tokens_per_step(fields)  # with its data and the log
+        most = max(1.0, (self.seconds_left() - SAVING) / step)  # steps
+        n = max(3, min(10, int(self.seconds_left() // 60)))  # evaluations
+        interval = self.fixed.get("eval_interval", most / n)
+        part = min(eval_part({"eval_interval": interval} | fields) or math.inf, self.val_tokens)
+        whole = self.val_tokens / at_once / 3  # in steps: a token costs a third of its training
+        evaluation = part / at_once / 3
         evaluation += max(SAVING, SAVING_PER_PARAMETER * self.parameters(fields)) / step
         n = max(1, min(n, int(most / 2 / evaluation)))
         if "eval_interval" in self.fixed:
             n = max(1.0, most / (interval + evaluation))
-        last = self.val_tokens / at_once / 3
-        eval_tokens = part if part < self.val_tokens else 0
-        if eval_tokens and "eval_tokens" not in self.fixed and last < LAST_EVALUATION * most:
-            eval_tokens, most = None, most - last
-        steps = min(max(1, int(most - n * evaluation)), self.max_steps(fields))
-        interval = math.ceil(steps / n)
-        return {"max_iters": steps, "eval_interval": interval, "eval_tokens": eval_tokens}
+        if part < self.val_tokens and "eval_tokens" not in self.fixed and whole < most / 5:
+            part, most = None, most - whole
+        # It ends before it overfits a text that is short for it.
+        epochs = min(MAX_EPOCHS, MAX_MEMORISATION * self.train_tokens / self.parameters(fields))
+        last = max(SHORT_TEXT_STEPS, int(self.train_tokens * epochs / at_once))
+        steps = max(1, int(most - n * evaluation))
+        self.overfits, steps = steps >= last, min(steps, last)
+        return {"max_iters": steps, "eval_interval": math.ceil(steps / n), "eval_tokens": part}
 
     def parameters(self, sizes: dict) -> int:
         """Return about how many parameters a GPT of these sizes has."""
         width = sizes["n_embd"]
         return 12 * sizes["n_layer"] * width**2 + width * self.vocab_size
 
-    def enough_tokens(self, sizes: dict) -> float:
+    def enough_tokens(self, n_parameters: int) -> float:
         """Return how many tokens a model should see."""
-        return min(TOKENS_PER_PARAMETER * self.parameters(sizes), ENOUGH_EPOCHS * self.train_tokens)
-
-    def max_steps(self, fields: dict) -> int:
-        """Return after how many steps a model begins to overfit a text that is short for it."""
-        epochs = min(MAX_EPOCHS, MAX_MEMORISATION * self.train_tokens / self.parameters(fields))
-        return max(SHORT_TEXT_STEPS, int(self.train_tokens * epochs / tokens_per_step(fields)))
-
-    def fits(self, fields: dict) -> bool:
-        """Return whether memory has room for the training state and a micro-batch's activations."""
-        tokens = fields["batch_size"] * fields["block_size"]
-        activations = 20 * fields["n_layer"] * fields["n_embd"] + 3 * self.vocab_size
-        return 20 * self.parameters(fields) + 4 * tokens * activations <= self.memory
-
-    def seconds_since(self, start: float) -> float:
-        return self.processes.all_reduce_max(round(1e6 * (time.perf_counter() - start))) / 1e6
+        return min(TOKENS_PER_PARAMETER * n_parameters, ENOUGH_EPOCHS * self.train_tokens)
 
     def seconds_left(self) -> float:
-        return 60 * self.config.minutes - self.seconds_since(STARTED) - self.compiling
+        spent = self.processes.all_reduce_max(round(1e6 * (time.perf_counter() - STARTED))) / 1e6
+        return 60 * self.config.minutes - spent - self.compiling
 
     def time_step(self, fields: dict) -> float:
-        """Return the mean seconds of a step on random tokens: of 20 at most, after the first."""
+        """Return the mean seconds of a step with these fields: of 20 at most, after the first."""
         candidate = copy.copy(self.config)
         fill_in(candidate, fields | {"max_iters": 1})
-        batch_size, micro_steps = micro_batches(candidate, self.processes.world_size)
-        idx = torch.randint(self.vocab_size, (batch_size, candidate.block_size))
-        idx = self.processes.to_device(idx)
-        with redirect_stdout(None):  # the run says it
-            _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
-        limit = min(MEASURING_SHARE * 60 * self.config.minutes, MEASURING_SECONDS) / 4
-        times = []  # the first step allocates, and compiles
-        while len(times) < 2 or (len(times) <= 20 and sum(times[1:]) <= limit):
-            start = time.perf_counter()
-            for _ in range(micro_steps):
+        batch = list(self.data.batches(candidate, range(1), self.processes))
+        _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
+        limit = min(1.5 * self.config.minutes, 3.75)  # seconds: four times are a tenth of all
+        left = [self.seconds_left()]  # before each step. The first one allocates, and compiles
+        while len(left) < 3 or (len(left) <= 21 and left[1] - left[-1] <= limit):
+            for idx, targets in batch:
                 with autocast:
-                    objective, _ = objective_and_parts(compiled(idx, idx))
+                    objective, _ = objective_and_parts(compiled(idx, targets))
                 objective.backward()
             torch.nn.utils.clip_grad_norm_(parallel.parameters(), math.inf)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
-            times.append(self.seconds_since(start))
+            left.append(self.seconds_left())
         if compiled is not parallel:
-            self.compiling = times[0]  # the run compiles once more
+            self.compiling = left[0] - left[1]  # the run compiles once more
             torch.compiler.reset()  # or the next shape would be compiled for all shapes
-        return sum(times[1:]) / len(times[1:])
+        return (left[1] - left[-1]) / (len(left) - 2)
 
 
 def plan_run(config, longest: float, set_up, processes):
-    """Plan a run of config.minutes from the program's start: fill in what is None in train.py's
-    configuration, and print the plan. longest: the longest sequence that --init_from allows;
-    set_up: train.py's."""
+    """Fill in what is None in train.py's configuration for a run of config.minutes, and print it.
+    longest: the longest sequence that --init_from allows; set_up: train.py's."""
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())
     muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""
-    ends = ". It ends before it overfits" * (config.max_iters >= planner.max_steps(vars(config)))
     print(
         f"plan for {config.minutes:g} min: {config.n_layer} layers of {config.n_embd}, "
-        f"{config.max_iters:,} steps, dropout {config.dropout:g}, "
-        f"learning_rate {config.learning_rate:.3g}{muon}{ends}"
+        f"{config.max_iters:,} steps, dropout {config.dropout:g}, learning_rate "
+        f"{config.learning_rate:.3g}{muon}" + ". It ends before it overfits" * planner.overfits
     )
