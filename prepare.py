@@ -23,7 +23,7 @@ from tqdm import tqdm
 from gptling import tokenizers
 from gptling.cli import Empty, UserError, load, run
 from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
-from gptling.files import new_directory, replace
+from gptling.files import new_directory
 
 
 @dataclass
@@ -101,8 +101,8 @@ def prepare(config: PrepareConfig) -> Path:
             "val": {"tokens": n_tokens["val"], "bytes": corpus.count["val"]},
             "sha256": fingerprint,  # of the token ids
         }
-        replace(directory / "tokenizer.json", tokenizers.tokenizer_to_json(tokenizer).encode())
-        replace(directory / "meta.json", json.dumps(meta, indent=2).encode() + b"\n")
+        (directory / "tokenizer.json").write_text(tokenizers.tokenizer_to_json(tokenizer), "utf-8")
+        (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     print(f"{target}\n  documents: {corpus.n_documents:,}, characters: {meta['characters']:,}")
     print(f"  tokenizer: {meta['tokenizer']}, {tokenizer.n_vocab:,} tokens{how}")
     print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")

@@ -20,7 +20,7 @@ from pydoc_data.topics import topics
 import numpy as np
 import tiktoken
 
-from gptling.files import UserError, sync
+from gptling.files import UserError
 from gptling.tokenizers import END_OF_TEXT, encode
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
@@ -247,7 +247,6 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
 
     def save(split, name):
         np.save(directory / name, np.frombuffer(unsaved[split], dtype))
-        sync(directory / name)
         unsaved[split] = bytearray()
 
     for split, ids in encoded:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import filelock
 
@@ -35,12 +34,9 @@ def replace(path: Path, content: bytes):
         temporary.unlink(missing_ok=True)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises UserError if the file is damaged."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file}: cannot be read as JSON: {error}") from None
+def read_json(file: Path) -> dict:
+    """Return the JSON object in a file."""
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def lock_directory(directory: Path) -> filelock.FileLock:
@@ -56,12 +52,16 @@ def lock_directory(directory: Path) -> filelock.FileLock:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Give a directory to write into, which then replaces `target`. An error leaves nothing."""
+    """Give a directory to write into, which replaces `target` once its files are on the disk. An
+    error leaves nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         new = Path(temporary, "new")
         new.mkdir()
         yield new
+        for path in [*new.iterdir(), new]:
+            sync(path)
         if target.exists():
             target.rename(Path(temporary, "old"))
         new.rename(target)
+    sync(target.parent)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gptling.files import UserError, lock_directory, new_directory, read_json, replace, sync
+from gptling.files import UserError, lock_directory, new_directory, read_json, replace
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
@@ -168,9 +168,6 @@ class RunDirectory:
             with (new / "training_state.pt").open("wb") as file:
                 torch.save(state, file)
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
-            for path in [*new.iterdir(), new]:
-                sync(path)  # all is on the disk before the rename makes it visible
-        sync(self.path)
         checkpoints = list_checkpoints(self.path)
         if reason and len(checkpoints) == 1:  # said once
             print(f"checkpoints are for this model.py alone (model_type gptling): {reason}")

@@ -10,17 +10,14 @@ import pytest
 
 from gptling.cli import UserError
 from gptling.files import lock_directory, replace
-from tests.conftest import ROOT, TINY, run_here
+from tests.conftest import ROOT, TEXT, TINY, run_here
 
 
 def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-# ---------------------------------------------------------------------------- a crash
-
-
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(here, monkeypatch, train_here):
+def test_a_directory_is_on_the_disk_before_it_has_its_name(here, monkeypatch, train_here):
     """Otherwise it could exist and be empty after a power cut."""
     synced, renamed = set(), {}
     fsync, rename = os.fsync, os.rename
@@ -30,7 +27,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(here, monkeypatch, t
         fsync(descriptor)
 
     def record_rename(source, target):
-        if os.path.basename(target).startswith("checkpoint-"):
+        if os.path.basename(target).startswith(("checkpoint-", "mine")):
             content = {entry.name: entry.inode() for entry in os.scandir(source)}
             renamed[target.name] = (content | {".": os.stat(source).st_ino}, synced.copy())
             synced.clear()  # the parent has to be synced after the rename
@@ -38,12 +35,15 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(here, monkeypatch, t
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)
+    (here / "mine.txt").write_text(TEXT)
+    assert run_here("prepare.py", "mine.txt", "--overwrite", cwd=here).returncode == 0
+    assert (here / "data").stat().st_ino in synced
     assert run_here("train.py", "--dataset=mine", *TINY, cwd=here).returncode == 0
-    assert renamed.keys() == {"checkpoint-10", "checkpoint-20"}
-    for content, before in renamed.values():
-        assert {"model.safetensors", "training_state.pt", "metrics.json"} < content.keys()
-        assert set(content.values()) <= before
     assert (here / "out" / "mine").stat().st_ino in synced
+    assert renamed.keys() == {"mine", "checkpoint-10", "checkpoint-20"}
+    for content, before in renamed.values():
+        assert set(content.values()) <= before
+        assert {"val.npy", "training_state.pt"} & content.keys() and len(content) > 4
 
 
 def test_a_file_is_replaced_whole_once_it_is_on_the_disk(tmp_path, monkeypatch):
@@ -53,9 +53,6 @@ def test_a_file_is_replaced_whole_once_it_is_on_the_disk(tmp_path, monkeypatch):
     replace(path, b"second")
     assert [set(found.values()) for found in synced] == [{b"first"}, {b"first", b"second"}]
     assert contents(tmp_path) == {"meta.json": b"second"}
-
-
-# ---------------------------------------------------------------------------- a disk that is full
 
 
 @pytest.mark.parametrize(
@@ -88,9 +85,6 @@ def test_a_full_disk_is_one_line_and_no_file_is_there_in_part(
     assert not [path for path in tmp_path.rglob(".*") if path.name != ".lock"]
     assert not (tmp_path / "data/new").exists()
     assert (tmp_path / "page.html").read_text() == "older"
-
-
-# ---------------------------------------------------------------------------- locks
 
 
 def test_a_directory_is_locked_until_it_is_released_or_the_process_ends(tmp_path):

@@ -187,7 +187,6 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "model.safetensors", math.nan, "logits: other"),
     (RESUME, "training_state.pt", b"short", "training_state"),
     (RESUME, "training_state.pt", Evil(), "training_state"),
-    (TRAIN, "meta.json", b"{", "meta.json"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
     (TRAIN, "val.npy", Evil(), "Python objects"),
 ]

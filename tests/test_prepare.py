@@ -23,7 +23,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gptling import corpus, files
+from gptling import corpus
 from gptling.cli import UserError
 from gptling.corpus import (
     MAX_VALIDATION,
@@ -335,19 +335,6 @@ def test_no_text_straddles_two_token_files(here, monkeypatch, n_vocab, dtype, si
 
 
 # ---------------------------------------------------------------- whole or not at all
-
-
-def test_files_are_on_the_disk_before_the_directory_has_its_name(here, monkeypatch):
-    synced = []
-
-    def sync(path):
-        assert not (here / "data/a").exists() and path.stat().st_size > 0
-        synced.append(re.sub(r"\.(.*)\.writing", r"\1", path.name))
-
-    for module in (corpus, files):
-        monkeypatch.setattr(module, "sync", sync)
-    data = prepare_text(TEXT)
-    assert {*synced} >= {path.name for path in data.iterdir()} > {"val.npy", "train-00000.npy"}
 
 
 def test_an_existing_directory_is_replaced_by_a_whole_one(here):
