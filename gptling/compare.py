@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import namedtuple
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,8 @@ OUT = Path("out/compare")
 STEPS = "import train as t; print(t.load(t.TrainConfig, '', presets=True)[0].max_iters or 500)"
 # Two-sided 95 % quantiles of Student's t (1908), for 1 to 9 degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# A version of the code in out/compare/NAME: git's hash of its files, and flags for its train.py.
+Side = namedtuple("Side", "name tree flags")
 
 
 @dataclass
@@ -39,15 +42,6 @@ class CompareConfig:
     patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # of the working tree, each a side
     seeds: int = 3  # runs per side, with --seed=1, 2, ...
     prepare: Empty[str] = ""  # arguments of prepare.py for each side: "my.txt --tokenizer=bpe"
-
-
-@dataclass
-class Side:
-    """A version of the code, in out/compare/NAME."""
-
-    name: str
-    tree: str  # its files, as git names them
-    flags: list[str]  # for its train.py
 
 
 def execute(*command: str | Path) -> str:

@@ -17,8 +17,7 @@ def limit_spinning():
         return
     for _ in range(10):
         time.sleep(0.03)
-        n_running = int(LOAD.read_text().split()[3].partition("/")[0])
-        if n_running < 2:  # this thread alone
+        if LOAD.read_text().split()[3].startswith("1/"):  # only this thread is running
             return
     os.environ["GOMP_SPINCOUNT"] = "1000"
 

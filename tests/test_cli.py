@@ -36,9 +36,6 @@ def parse(*arguments):
     return load(Example, "An example.", list(arguments), presets=True)
 
 
-# ---------------------------------------------------------------------------- flags and presets
-
-
 def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
     a, b = str(tmp_path / "a.toml"), str(tmp_path / "b.toml")
     (tmp_path / "a.toml").write_text('width = 4\nline_width = 1\nname = "a"\ncurves = true\n')
@@ -57,12 +54,9 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
         ("--width 4", {"width": 4}),
         ("--line-width=2 --line_width=1e-3", {"line_width": 1e-3}),  # the last one
         ("--name=--loud", {"name": "--loud"}),
-        ("--name=", {"name": ""}),
-        ("--name width", {"name": "width"}),
         ("--loud=True --curves=True", {"loud": True, "curves": True}),
         ("--loud=False --curves=False", {"loud": False, "curves": False}),
         ("--loud --no-curves", {"loud": True, "curves": False}),
-        ("--mode=True", {"mode": True}),
         ("--stop=a --stop b", {"stop": ("a", "b")}),
     ],
 )
@@ -85,13 +79,6 @@ def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
     needed += "n_layer n_head n_embd bias " * (c.init_from == "scratch")  # otherwise the model's
     needed += "muon_lr muon_momentum" * (c.optimizer == "muon")
     assert set(needed.split()) <= given.keys()
-    millions = {"gpt2": 124, "shakespeare_char": 10.7, "finetune_gpt2": None}.get(preset, 0.8)
-    if millions:
-        n = 12 * c.n_layer * c.n_embd**2 + c.n_embd * (50257 if preset == "gpt2" else 65)
-        assert n / 1e6 == pytest.approx(millions, rel=0.02)
-
-
-# ---------------------------------------------------------------------------- ends
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ FILES = {
     "pictures/a.png": b"\x89PNG\0",
     "broken.toml": b"n_layer = = 3",
     "typo.toml": b"n_leyer = 3",
-    "text.toml": b'n_layer = "two"',
     "no_model/README.md": b"",
     "file": b"a file, no folder",
 }
@@ -48,12 +47,9 @@ MISTAKES = [
     ("prepare.py cut.jsonl.gz", "cut.jsonl.gz"),
     ("prepare.py pictures", "pictures", "text"),
     ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),
-    ("prepare.py a.txt --name=notes", "data/notes", "--overwrite", "--name"),
     ("prepare.py data/notes --name=notes --overwrite", "data/notes", "another --name"),
     ("prepare.py a.txt --name=../up", "--name", "../up", 2),
-    ("prepare.py a.txt --name=..", "--name", "..", 2),
     ("prepare.py / --overwrite", "--name", 2),
-    ("prepare.py a.txt --tokeniser=char", "--tokeniser", "--tokenizer", 2),
     ("prepare.py a.txt --tokenizer=bqe", "bqe", "bpe", "char", "byte", "gpt2"),
     ("prepare.py a.txt --tokenizer=out/nix", "out/nix", "or a directory"),
     ("prepare.py new.txt --tokenizer=out/mine", "'ü'", "U+00FC"),
@@ -75,7 +71,6 @@ MISTAKES = [
     ("train.py out/mine", "out/mine", "--resume"),
     ("train.py broken.toml", "broken.toml", "line 1"),
     ("train.py typo.toml", "--n_leyer", "perhaps you meant: --n_layer", 2),
-    ("train.py text.toml", "--n_layer", "'two'", 2),
     ("train.py --max_iters=5 config/gpt2.toml", "config/gpt2.toml", 2),
     # ------------------------------------------------------------ training
     ("train.py --dataset=nix", "data/nix", "prepare.py", "--name=nix", "--dataset from", "mine"),
@@ -108,7 +103,6 @@ MISTAKES = [
     ("in no_model: sample.py", "out/", "train.py"),
     ("sample.py out/mine --prompt=ü", "'ü'", "U+00FC"),
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
-    ("sample.py out/mine --temprature=1", "--temprature", "--temperature", 2),
     ("sample.py out/mine --temperature=-1", "--temperature=-1", 2),
     ("sample.py out/mine --top_p=0", "top_p=0", 2),
     ("sample.py out/mine --num_samples=0", "--num_samples=0", 2),
@@ -164,9 +158,6 @@ def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, ro
     assert all(word.replace(" ", "").lower() in error for word in words), error
     assert contents(world) == before
     assert not process.stdout.strip() or "--resume" in arguments  # which says what changes
-
-
-# ---------------------------------------------------------------- damaged and hostile files
 
 
 class Evil:
