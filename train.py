@@ -23,7 +23,6 @@ References:
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +34,7 @@ from gptling.cli import Empty, Fraction, Planned, PositiveInt, check_numbers, lo
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.files import UserError
-from gptling.loss import check_finite, objective_and_parts, use_loss_in_pieces
+from gptling.loss import check_finite, evaluate, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
 from gptling.plan import STARTED, eval_part, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
@@ -154,22 +153,6 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
     return optimizers
 
 
-@torch.no_grad()
-def evaluate(model: torch.nn.Module, data: Dataset, config: TrainConfig, processes: Processes):
-    """Return the loss over the validation split in nats per token and in bits per byte of text."""
-    sums = []  # of losses and of targets that count, on the device, which nothing waits for
-    model.eval()
-    for idx, targets in data.validation_batches(config.batch_size, processes):
-        _, loss, *_ = model(idx, targets)  # a mean over the targets that count: not -100
-        count = (targets != -100).sum()
-        sums.append(torch.stack([loss * count, count]))
-    model.train()
-    total, count = processes.sum(torch.stack(sums).cpu().double().sum(dim=0)).tolist()
-    nats, bytes_per_token = total / max(1, count), max(1, data.val_bytes) / data.val_targets
-    bits_per_byte = nats / math.log(2) / bytes_per_token
-    return {"val_loss": nats, "bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
-
-
 def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
     """Return (model, it over all processes, that compiled, autocast, dtype, optimizers)."""
     torch.manual_seed(config.seed)
@@ -215,14 +198,13 @@ def main():
     last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
     if config.resume and last == "minutes":
         raise UserError("--minutes is for new runs: raise --max_iters to train longer")
-    planned = not (state or config.eval_only) and (config.max_iters is None or last == "minutes")
-    if planned:
+    if not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
         config.max_iters = None
-        plan_run(config, longest, partial(set_up, source=source, processes=processes), processes)
-    elif not state:
-        fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
-    if not planned:
+        plan_run(config, longest, lambda c, d: set_up(c, d, source, processes), processes)
+    else:
         config.minutes = 0.0  # the steps set the length
+        if not state:
+            fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
     if config.warmup_iters > config.max_iters:
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
 
@@ -232,12 +214,10 @@ def main():
         remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
         raise UserError(f"{data.directory} is not what {config.out_dir} was trained on: {remedy}")
     model, parallel, compiled, autocast, dtype, optimizers = set_up(config, data, source, processes)
-    config.vocab_size = model.config.vocab_size
     if config.eval_only:
-        with autocast:
-            print_evaluation(source, data, **evaluate(parallel, data, config, processes))
-        return
-    if not state and model.uninitialised:
+        metrics = evaluate(parallel, data, config.batch_size, processes, autocast)
+        return print_evaluation(source, data, **metrics)
+    if model.uninitialised:
         print("not drawn by init_weights:", ", ".join(model.uninitialised))
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     run_directory.restore(model, optimizers, scaler, state)
@@ -245,7 +225,6 @@ def main():
     then, now = optimizers[0].param_groups[0]["lr"], learning_rate(progress.step - 1, config)
     if state and then != now:
         print(f"the learning rate jumps from {then:.3g} to {now:.3g} at step {progress.step}")
-    batches = data.batches(config, range(progress.step, config.max_iters), processes)
     run_directory.start(config, progress.step)
     report = Report(config, processes, progress, model)
     report.header(model, data, dtype)
@@ -257,7 +236,6 @@ def main():
 
     processes.catch_signals()
     rank, world_size = processes.rank, processes.world_size
-    _, micro_steps = micro_batches(config, world_size)
 
     # ------------------------------------------------------------ loop
     for step in range(progress.step, config.max_iters):
@@ -266,14 +244,14 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1)
 
-        batch = [next(batches) for _ in range(micro_steps)]  # to mask targets, make them -100 here
+        batch = data.batch(config, step, processes)  # to mask targets, make them -100 here
         n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # in all processes
         losses = {}  # of the step: "loss", and what a changed model adds to it
         for micro_step, (x, y) in enumerate(batch):
             # Dropout is a function of the micro-batch, wherever it is computed.
             torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
             # DDP's switch: gradients travel once a step, with the last micro-batch.
-            parallel.require_backward_grad_sync = micro_step == micro_steps - 1
+            parallel.require_backward_grad_sync = micro_step == len(batch) - 1
             with autocast:
                 objective, parts = objective_and_parts(compiled(x, y))
             # A mean over the micro-batch's targets becomes part of one over all of the step's. Over
@@ -308,13 +286,12 @@ def main():
         if report_now:
             report.training(done, losses, norm, optimizers)
         if evaluate_now:
-            with autocast:
-                metrics = {"step": done} | evaluate(parallel, data, config, processes)
-                comparable = metrics["val_loss"]  # over the same tokens each time
-                if done == config.max_iters and config.eval_tokens is None:
-                    data.validate_on(0)
-                    metrics |= evaluate(parallel, data, config, processes)
-                    metrics["comparable_loss"] = comparable
+            validation = parallel, data, config.batch_size, processes, autocast
+            metrics = {"step": done} | evaluate(*validation)
+            comparable = metrics["val_loss"]  # over the same tokens each time
+            if done == config.max_iters and config.eval_tokens is None:
+                data.validate_on(0)
+                metrics |= evaluate(*validation) | {"comparable_loss": comparable}
             progress.best = min(progress.best, comparable)
             report.evaluation(metrics, best=comparable == progress.best)
             save(metrics)  # before a changed model's generate can fail

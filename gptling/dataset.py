@@ -4,7 +4,6 @@ function of (seed, step), so a checkpoint has no state of a loader."""
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -53,13 +52,12 @@ class Dataset:
             remedy = f"prepare that text with --tokenizer={checkpoint}"
             raise UserError(f"{checkpoint} has another tokenizer than {self.directory}: {remedy}")
 
-    def batches(self, config, steps: range, processes) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield (inputs, targets) on this process's device for every micro-batch of these steps."""
+    def batch(self, config, step: int, processes) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (inputs, targets) on this process's device for each micro-batch of a step."""
         _, micro_steps = micro_batches(config, processes.world_size)
-        for step, micro_step in product(steps, range(micro_steps)):
-            place = step, micro_step, processes.rank, processes.world_size
-            sequences = processes.to_device(get_sequences(self.train, config, *place))
-            yield sequences[:, :-1], sequences[:, 1:].clone()  # which you may change
+        places = [(step, m, processes.rank, processes.world_size) for m in range(micro_steps)]
+        loaded = [processes.to_device(get_sequences(self.train, config, *p)) for p in places]
+        return [(ids[:, :-1], ids[:, 1:].clone()) for ids in loaded]  # targets that you may change
 
     def validation_batches(self, batch_size: int, processes) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield (inputs, targets) of this process's share of the validation sequences. The last

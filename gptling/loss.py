@@ -93,3 +93,20 @@ def check_finite(value: float, step: int, config):
     if not math.isfinite(value):
         remedy = f"lower --learning_rate={config.learning_rate}, or use --dtype=float32"
         raise UserError(f"the loss or its gradient is {value} at step {step}: {remedy}")
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast) -> dict:
+    """Return the loss over data's validation sequences in nats per token and in bits per byte."""
+    sums = []  # of losses and of targets that count, on the device, which nothing waits for
+    model.eval()
+    for idx, targets in data.validation_batches(batch_size, processes):
+        with autocast:
+            _, loss, *_ = model(idx, targets)  # a mean over the targets that count: not -100
+        count = (targets != -100).sum()
+        sums.append(torch.stack([loss * count, count]))
+    model.train()
+    total, count = processes.sum(torch.stack(sums).cpu().double().sum(dim=0)).tolist()
+    nats, bytes_per_token = total / max(1, count), max(1, data.val_bytes) / data.val_targets
+    bits_per_byte = nats / math.log(2) / bytes_per_token
+    return {"val_loss": nats, "bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}

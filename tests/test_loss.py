@@ -2,17 +2,17 @@
 
 import math
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gptling.dataset import Dataset
-from gptling.loss import loss_in_pieces, use_loss_in_pieces
+from gptling.loss import evaluate, loss_in_pieces, use_loss_in_pieces
 from model import GPT
 from tests.conftest import TINY, one_process, read_log, run_here, weights
 from tests.edits import INIT, LOGITS, LOSS, edited_module
-from train import TrainConfig, evaluate
 
 pytestmark = pytest.mark.gpt2  # edits are of the unchanged code
 
@@ -24,13 +24,12 @@ def train_masked(here, train_here, monkeypatch):
     """A function that runs train.py with a mask of inputs; returns its log and its weights."""
 
     def train_masked(mask, *flags):
-        def batches(*arguments, plain=Dataset.batches):
-            for x, y in plain(*arguments):
-                yield x, y.masked_fill(mask(x), -100)
+        def batch(*arguments, plain=Dataset.batch):
+            return [(x, y.masked_fill(mask(x), -100)) for x, y in plain(*arguments)]
 
         flags = ["--dataset=mine", *TINY, "--log_interval=1", "--max_iters=4", *flags]
         with monkeypatch.context() as patch:
-            patch.setattr(Dataset, "batches", batches)
+            patch.setattr(Dataset, "batch", batch)
             process = run_here("train.py", *flags, "--overwrite", cwd=here)
         assert process.returncode == 0, process.stderr.decode()
         return read_log(here / "out" / "mine"), weights(here / "out" / "mine", step=4)
@@ -65,7 +64,7 @@ def test_evaluation_is_the_mean_over_the_targets_that_count():
     batches = list(zip(idx.split(70), targets.split(70), strict=True))
     sizes = {"val_targets": 96, "val_bytes": 192}
     data = types.SimpleNamespace(validation_batches=lambda *_: batches, **sizes)
-    nats, bits, _ = evaluate(model, data, TrainConfig(), one_process()).values()
+    nats, bits, _ = evaluate(model, data, 70, one_process(), nullcontext()).values()
     assert nats == pytest.approx(expected, rel=1e-6)
     assert bits == pytest.approx(expected / math.log(2) / 2, rel=1e-6)
 

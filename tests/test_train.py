@@ -1,6 +1,7 @@
 """train.py: its helpers against their definitions, and whole runs as a user makes them."""
 
 import math
+from contextlib import nullcontext
 from typing import get_args, get_type_hints
 
 import filelock
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from gptling.cli import UserError
 from gptling.dataset import Dataset
 from gptling.gpt2_format import load
+from gptling.loss import evaluate
 from gptling.muon import Muon
 from gptling.run import list_checkpoints
 from gptling.tokenizers import build_tokenizer
@@ -27,7 +29,7 @@ from tests.conftest import (
     weights,
 )
 from tests.test_dataset import write_data
-from train import TrainConfig, configure_optimizers, evaluate, learning_rate
+from train import TrainConfig, configure_optimizers, learning_rate
 
 MINE = ["--dataset=mine", *TINY]
 RESULT = {"val_loss": 2.0, "bits_per_byte": 3.0}  # of an evaluation
@@ -188,8 +190,7 @@ def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
     ids = np.random.default_rng(0).integers(0, 11, n_tokens)
     write_data(tmp_path / "data" / "mine", [1] * 50, ids, tokenizer)
     data = Dataset("mine", 16, eval_tokens)
-    config = small(block_size=16, batch_size=3)
-    nats, bits, val_tokens = evaluate(model, data, config, one_process()).values()
+    nats, bits, val_tokens = evaluate(model, data, 3, one_process(), nullcontext()).values()
     assert model.training
     model.eval()
     in_all = math.ceil((n_tokens - 1) / 16)
