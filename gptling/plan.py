@@ -149,7 +149,7 @@ class Planner:
         """Return the mean seconds of a step with these fields: of 20 at most, after the first."""
         candidate = copy.copy(self.config)
         fill_in(candidate, fields | {"max_iters": 1})
-        batch = list(self.data.batches(candidate, range(1), self.processes))
+        batch = self.data.batch(candidate, 0, self.processes)
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
         limit = min(1.5 * self.config.minutes, 3.75)  # seconds: four times are a tenth of all
         left = [self.seconds_left()]  # before each step. The first one allocates, and compiles

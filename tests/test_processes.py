@@ -55,12 +55,12 @@ class Changed(train.GPT):
 if "CHANGED" in os.environ:
     train.GPT = Changed
 
-def masked(*arguments, plain=train.Dataset.batches):
-    for x, y in plain(*arguments):
-        yield x, y.masked_fill((x % 3 == 0) | (x[:, :1] % 2 == 0), -100)
+def masked(*arguments, plain=train.Dataset.batch):
+    masks = lambda x: (x % 3 == 0) | (x[:, :1] % 2 == 0)
+    return [(x, y.masked_fill(masks(x), -100)) for x, y in plain(*arguments)]
 
 if "MASKED" in os.environ:
-    train.Dataset.batches = masked
+    train.Dataset.batch = masked
 
 rank, last, name = os.environ.get("DIES", "9 9 SIGKILL").split()
 rate = train.learning_rate
