@@ -83,8 +83,7 @@ def prepare(config: PrepareConfig) -> Path:
         raise UserError(f"{target} holds the text, and would be replaced: choose another --name")
     corpus = Corpus(config.sources, config.field)
     tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
-    auto = config.tokenizer == "auto"
-    how = ", chosen for this text (change with --tokenizer)" if auto else ""
+    how = ", chosen for this text (change with --tokenizer)" if config.tokenizer == "auto" else ""
     with new_directory(target) as directory:
         texts = tqdm(corpus.texts(), unit=" texts", leave=False, disable=None)
         encoded = encode_on_all_cores(tokenizer, texts)
@@ -93,7 +92,7 @@ def prepare(config: PrepareConfig) -> Path:
             raise UserError(f"{target}: too little text to train and validate on: give more text")
         meta = {
             "format": 1,
-            "tokenizer": tokenizer.name if auto else config.tokenizer,
+            "tokenizer": tokenizer.name if how else config.tokenizer,
             "vocab_size": tokenizer.n_vocab,
             "documents": corpus.n_documents,
             "characters": corpus.count["characters"],
@@ -106,7 +105,9 @@ def prepare(config: PrepareConfig) -> Path:
     print(f"{target}\n  documents: {corpus.n_documents:,}, characters: {meta['characters']:,}")
     print(f"  tokenizer: {meta['tokenizer']}, {tokenizer.n_vocab:,} tokens{how}")
     print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")
-    print(*(f"  {note}\n" for note in corpus.notes), sep="", end="")
+    if corpus.n_repeated or corpus.refused:
+        counts = f"{corpus.n_repeated:,} repeated documents, {len(corpus.refused):,} files"
+        print(f"  left out: {counts}", *corpus.refused[:5], sep="\n    ")
     return target
 
 
