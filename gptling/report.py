@@ -133,17 +133,14 @@ class Report:
         last = str(self.config.max_iters)
         tqdm.write(" | ".join([f"step {self.step:>{len(last)}}/{last}", *columns]))
 
-    def log(self, **entry) -> dict:
-        """Write and return a line of log.jsonl."""
+    def log(self, **entry):
+        """Write a line of log.jsonl, and give it to the loggers. One that fails, in whatever way,
+        does not end the run."""
+        if not self.processes.is_main:
+            return
         entry["seconds"] = round(self.seconds(), 3)
-        if self.processes.is_main:
-            log_file = Path(self.config.out_dir) / "log.jsonl"
-            with log_file.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-        return entry
-
-    def show(self, entry: dict):
-        """Give an entry to the loggers. One that fails, in whatever way, does not end the run."""
+        with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
         for name, logger in list(self.loggers.items()):
             try:
                 logger(entry)
@@ -174,7 +171,7 @@ class Report:
             numbers["mfu"] = mfu
             columns.append(f"MFU {mfu:.0%}")
         if step % self.config.log_interval == 0 or steps_left == 0:
-            self.show(self.log(step=step, **numbers))
+            self.log(step=step, **numbers)
         self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(", ".join(columns))
         waited = now - self.line_time
@@ -188,15 +185,13 @@ class Report:
             self.warned = True
 
     def evaluation(self, metrics: dict[str, float], best: bool):
-        """Report an evaluation. The loggers get it with the sample, after its checkpoint."""
-        self.entry = self.log(**metrics, parameters=self.n_parameters)
-        losses = f"validation {metrics['val_loss']:.3f} nats per token"
-        losses += f", {metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
-        self.say(losses)
+        """Report an evaluation."""
+        self.log(**metrics, parameters=self.n_parameters)
+        bits = f"{metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
+        self.say(f"validation {metrics['val_loss']:.3f} nats per token, {bits}")
 
     def sample(self, lines: list[str]):
-        """Print lines of the model's text, and give the evaluation to the loggers."""
-        self.show(self.entry)
+        """Print lines of the model's text."""
         for line in lines:
             self.say(line)
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
@@ -204,7 +199,8 @@ class Report:
     def close(self, stopped: bool, seconds: float):
         """Print the best loss and the next commands. seconds: since the program's start."""
         self.bar.close()
-        self.show({})
+        for logger in self.loggers.values():
+            logger({})
         if not self.processes.is_main:
             return
         out_dir = shlex.quote(self.config.out_dir)

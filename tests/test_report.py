@@ -92,11 +92,9 @@ def test_weights_and_biases_takes_the_log_without_network(here):
 
 
 def test_an_optional_package_that_fails_does_not_end_the_run(here, monkeypatch, train_here):
-    """A line says so, once. One that is not installed is left out. The checkpoint comes first."""
-    checkpoint_is_there = []
+    """A line says so, once. One that is not installed is left out."""
 
     def broken(*_, **__):
-        checkpoint_is_there.append((here / "out/mine/checkpoint-5").is_dir())
         raise SystemError("built for another numpy\nand more")
 
     for module in ("wandb", "torch.utils.tensorboard"):
@@ -110,7 +108,6 @@ def test_an_optional_package_that_fails_does_not_end_the_run(here, monkeypatch, 
         said = [s for s in process.stdout.decode().splitlines() if "continues without" in s]
         assert len(said) == (3 if installed else 1)
         assert said[-1].endswith("without wandb: SystemError: built for another numpy")
-    assert checkpoint_is_there == [True] * 3  # wandb, the picture, wandb
 
 
 def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatch):
@@ -120,7 +117,6 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     sizes = {"batch_size": 4, "gradient_accumulation_steps": 2, "block_size": 16}
     report = report_of(tmp_path, step=95, max_iters=1007, **sizes)
-    report.entry = {}
 
     def lines_of(step, seconds):
         clock[0] += seconds
