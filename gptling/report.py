@@ -100,7 +100,7 @@ class Report:
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
         self.last_time = time.perf_counter()
         self.run_start = self.last_time - progress.seconds
-        self.line_time, self.fastest, self.warned = -math.inf, math.inf, False
+        self.line_time, self.fastest = -math.inf, math.inf
         self.loggers = open_loggers(config, self.step) if processes.is_main else {}
         bar = {"total": config.max_iters, "initial": self.step, "unit": "step", "leave": False}
         hidden = None if processes.is_main else True  # None: if there is no terminal
@@ -156,33 +156,30 @@ class Report:
 
     def training(self, step: int, losses: dict, norm: torch.Tensor, optimizers: list):
         """Report the losses, norm and rates of a step, and the speed since the last report."""
-        now = time.perf_counter()
-        elapsed, seconds = now - self.last_time, (now - self.last_time) / (step - self.step)
+        now, steps_left = time.perf_counter(), self.config.max_iters - step
+        elapsed, steps = now - self.last_time, step - self.step
         self.last_time, self.step = now, step
-        speed, steps_left = self.tokens_per_step / seconds, self.config.max_iters - step
-        numbers = {name: float(loss) for name, loss in losses.items()}
-        columns = [f"{name} {loss:.3f}" for name, loss in numbers.items()]
+        seconds, speed = elapsed / steps, self.tokens_per_step * steps / elapsed
         rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-        numbers |= {"norm": float(norm)} | dict(zip(("lr", "muon_lr"), rates, strict=False))
-        numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
-        columns += [f"lr {rates[0]:.2e}", f"norm {numbers['norm']:.2f}"]
-        columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
+        numbers = {name: float(loss) for name, loss in losses.items()}
+        numbers |= dict(zip(("lr", "muon_lr"), rates, strict=False)) | {"norm": float(norm)}
         if mfu := flops_utilisation(speed / self.processes.world_size, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
-            columns.append(f"MFU {mfu:.0%}")
+        columns = [f"{name} {number:.4g}" for name, number in numbers.items()]
+        columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
+        numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
         if step % self.config.log_interval == 0 or steps_left == 0:
             self.log(step=step, **numbers)
         self.bar.update(step - self.bar.n)
         self.bar.set_postfix_str(", ".join(columns))
-        waited = now - self.line_time
-        if self.bar.disable and (waited >= SECONDS_BETWEEN_LINES or steps_left == 0):
+        if self.bar.disable and (now - self.line_time >= SECONDS_BETWEEN_LINES or steps_left == 0):
             self.say(*columns, f"{seconds * steps_left:,.0f} s left")
             self.line_time = now
         self.fastest = min(self.fastest, seconds)
-        if seconds > 5 * self.fastest and elapsed > 0.5 and not (self.gpu or self.warned):
+        if seconds > 5 * self.fastest and elapsed > 0.5 and not self.gpu:
             times = f"steps take {seconds / self.fastest:.0f} times as long as the fastest"
             self.say(f"{times}: if the machine is busy, resume with GOMP_SPINCOUNT=1000 set")
-            self.warned = True
+            self.fastest = seconds  # said once
 
     def evaluation(self, metrics: dict[str, float], best: bool):
         """Report an evaluation."""

@@ -121,13 +121,13 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
     def lines_of(step, seconds):
         clock[0] += seconds
         if report.due(step):
-            report.training(step, {"loss": 2.0}, 1.0, ADAMW)
+            report.training(step, {"loss": 2.34567}, 1.25, ADAMW)
             clock[0] += 100  # of an evaluation
             report.line_time += 100
             report.sample([])
         return capsys.readouterr().out.splitlines()
 
-    start, pace = "| loss 2.000 | lr 1.00e-03 | norm 1.00", "2000 ms | 64 tokens/s"
+    start, pace = "| loss 2.346 | lr 0.001 | norm 1.25", "2000 ms | 64 tokens/s"
     assert lines_of(100, 10.0) == [f"step  100/1007 {start} | {pace} | 1,814 s left"]
     assert lines_of(105, 9.9) == lines_of(110, 0.05) == []
     assert lines_of(115, 5.0) == [f"step  115/1007 {start} | 1000 ms | 128 tokens/s | 892 s left"]
