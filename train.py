@@ -39,7 +39,7 @@ from gptling.muon import Muon
 from gptling.plan import STARTED, eval_part, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, recompute_activations
-from gptling.report import Report, print_evaluation, sample_lines
+from gptling.report import Report, print_evaluation
 from gptling.run import Progress, RunDirectory
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
@@ -295,7 +295,7 @@ def main():
             progress.best = min(progress.best, comparable)
             report.evaluation(metrics, best=comparable == progress.best)
             save(metrics)  # before a changed model's generate can fail
-            report.sample(sample_lines(model, data, config.seed + done, processes))
+            report.sample(model, data, config.seed + done)
         if stopped:
             if not evaluate_now:
                 save({"step": done})

@@ -19,26 +19,6 @@ from gptling.run import best_checkpoint, read_metrics
 SECONDS_BETWEEN_LINES = 10
 
 
-def sample_lines(model, data, seed: int, processes) -> list[str]:
-    """Return two lines of text from the model, which continue the first words of the validation
-    text: "words | continuation"."""
-    if not (processes.is_main or processes.sharded):  # shards need all processes
-        return []
-    decode, ids = data.tokenizer.decode, data.val[:32].tolist()
-    n = next((n for n in range(1, 32) if len(decode(ids[: n + 1]).split()) > 4), 32)
-    idx = torch.tensor([ids[:n]], device=model.valid_tokens.device)
-    generator = torch.Generator(idx.device).manual_seed(seed)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
-    model.eval()
-    tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
-    text = decode([token.item() for token in tokens])
-    model.train()
-    torch.use_deterministic_algorithms(deterministic)
-    first, *more = [line.rstrip()[:80] for line in text.splitlines() if line.strip()] or [""]
-    return [f"{' '.join(decode(ids[:n]).split())} | {first}", *more[:1]]
-
-
 def draw_curves(out_dir: Path):
     """Write out_dir/loss.png from log.jsonl: the losses over the steps, the best one marked."""
     from matplotlib.figure import Figure  # without pyplot no window is opened
@@ -187,10 +167,23 @@ class Report:
         bits = f"{metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
         self.say(f"validation {metrics['val_loss']:.3f} nats per token, {bits}")
 
-    def sample(self, lines: list[str]):
-        """Print lines of the model's text."""
-        for line in lines:
-            self.say(line)
+    def sample(self, model, data, seed: int):
+        """Print two lines of text from the model, which continue the first tokens of the validation
+        text: "tokens | continuation"."""
+        if not (self.processes.is_main or self.processes.sharded):  # shards need all processes
+            return
+        decode, ids = data.tokenizer.decode, data.val[:8].tolist()
+        idx = torch.tensor([ids], device=model.valid_tokens.device)
+        generator = torch.Generator(idx.device).manual_seed(seed)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
+        model.eval()
+        tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
+        text = " ".join(decode(ids).split()) + " | " + decode([token.item() for token in tokens])
+        model.train()
+        torch.use_deterministic_algorithms(deterministic)
+        for line in [line for line in text.splitlines() if line.strip()][:2]:
+            self.say(line.rstrip()[:80])
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def close(self, stopped: bool, seconds: float):

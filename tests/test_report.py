@@ -24,7 +24,7 @@ def report_of(out_dir, model=None, processes=None, step=0, **settings):
 
 
 def test_a_run_prints_what_it_trains_and_its_evaluations(here):
-    """Each with a text that continues the validation text, after its first four words."""
+    """Each with a text that continues the validation text, after its first eight tokens."""
     flags = ["--dataset=mine", *TINY, "--eval_interval=5", "--eval_tokens=160"]
     output = output_of("train.py", *flags, cwd=here)
     lines = output.split("\n")
@@ -40,8 +40,8 @@ def test_a_run_prints_what_it_trains_and_its_evaluations(here):
     ]
     evaluations = [entry for entry in read_log(here / "out/mine") if "val_loss" in entry]
     losses = [entry["val_loss"] for entry in evaluations]
-    val = np.load(here / "data/mine/val.npy")[:99].tolist()
-    words = load_tokenizer(here / "data/mine").decode(val).split()[:4]
+    val = np.load(here / "data/mine/val.npy")[:8].tolist()
+    words = load_tokenizer(here / "data/mine").decode(val).split()
     for i, entry in enumerate(evaluations):
         label = f"step {entry['step']:>2}/20 | "
         line = f"{label}validation {losses[i]:.3f} nats per token, {entry['bits_per_byte']:.3f}"
@@ -116,16 +116,21 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
     clock = [1000.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     sizes = {"batch_size": 4, "gradient_accumulation_steps": 2, "block_size": 16}
-    report = report_of(tmp_path, step=95, max_iters=1007, **sizes)
+    data = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), val=torch.arange(99))
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    report = report_of(tmp_path, model, step=95, max_iters=1007, **sizes)
 
     def lines_of(step, seconds):
         clock[0] += seconds
-        if report.due(step):
-            report.training(step, {"loss": 2.34567}, 1.25, ADAMW)
-            clock[0] += 100  # of an evaluation
-            report.line_time += 100
-            report.sample([])
-        return capsys.readouterr().out.splitlines()
+        if not report.due(step):
+            return []
+        report.training(step, {"loss": 2.34567}, 1.25, ADAMW)
+        lines = capsys.readouterr().out.splitlines()
+        clock[0] += 100  # of an evaluation
+        report.line_time += 100
+        report.sample(model, data, 0)
+        capsys.readouterr()
+        return lines
 
     start, pace = "| loss 2.346 | lr 0.001 | norm 1.25", "2000 ms | 64 tokens/s"
     assert lines_of(100, 10.0) == [f"step  100/1007 {start} | {pace} | 1,814 s left"]

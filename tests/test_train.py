@@ -310,7 +310,7 @@ def test_a_seed_decides_initialisation_dropout_and_samples(here, monkeypatch, tr
     """No seed of a random number is used in both runs."""
     drawn, seed = [], torch.manual_seed
     monkeypatch.setattr("torch.manual_seed", lambda n: drawn[-1].add(n) or seed(n))
-    monkeypatch.setattr("train.sample_lines", lambda m, d, n, p: drawn[-1].add(("sample", n)) or [])
+    monkeypatch.setattr("train.Report.sample", lambda *args: drawn[-1].add(("sample", args[-1])))
     for n in (1, 5):
         drawn.append(set())
         train(f"--seed={n}", "--overwrite", cwd=here)
