@@ -1,4 +1,4 @@
-"""The report of a training: log.jsonl, lines or a bar, loss.png, TensorBoard, Weights & Biases."""
+"""The report of a training: log.jsonl, lines, loss.png, TensorBoard, Weights & Biases."""
 
 import json
 import math
@@ -10,13 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
 from gptling.run import best_checkpoint, read_metrics
-
-SECONDS_BETWEEN_LINES = 10
 
 
 def draw_curves(out_dir: Path):
@@ -80,11 +77,8 @@ class Report:
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
         self.last_time = time.perf_counter()
         self.run_start = self.last_time - progress.seconds
-        self.line_time, self.fastest = -math.inf, math.inf
+        self.next_line, self.fastest = -math.inf, math.inf
         self.loggers = open_loggers(config, self.step) if processes.is_main else {}
-        bar = {"total": config.max_iters, "initial": self.step, "unit": "step", "leave": False}
-        hidden = None if processes.is_main else True  # None: if there is no terminal
-        self.bar = tqdm(**bar, disable=hidden, delay=0.1)  # the header comes first
 
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
@@ -109,9 +103,9 @@ class Report:
         return time.perf_counter() - self.run_start
 
     def say(self, *columns: str):
-        """Print a line that begins with the step of the last report, above the bar."""
+        """Print a line that begins with the step of the last report."""
         last = str(self.config.max_iters)
-        tqdm.write(" | ".join([f"step {self.step:>{len(last)}}/{last}", *columns]))
+        print(f"step {self.step:>{len(last)}}/{last}", *columns, sep=" | ")
 
     def log(self, **entry):
         """Write a line of log.jsonl, and give it to the loggers. One that fails, in whatever way,
@@ -131,8 +125,7 @@ class Report:
 
     def due(self, step: int) -> bool:
         """Whether to report a step that is not evaluated: in the log, or in a line."""
-        waited = time.perf_counter() - self.line_time
-        return step % self.config.log_interval == 0 or waited >= SECONDS_BETWEEN_LINES
+        return step % self.config.log_interval == 0 or time.perf_counter() >= self.next_line
 
     def training(self, step: int, losses: dict, norm: torch.Tensor, optimizers: list):
         """Report the losses, norm and rates of a step, and the speed since the last report."""
@@ -150,11 +143,9 @@ class Report:
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
         if step % self.config.log_interval == 0 or steps_left == 0:
             self.log(step=step, **numbers)
-        self.bar.update(step - self.bar.n)
-        self.bar.set_postfix_str(", ".join(columns))
-        if self.bar.disable and (now - self.line_time >= SECONDS_BETWEEN_LINES or steps_left == 0):
+        if now >= self.next_line or steps_left == 0:
             self.say(*columns, f"{seconds * steps_left:,.0f} s left")
-            self.line_time = now
+            self.next_line = now + 10
         self.fastest = min(self.fastest, seconds)
         if seconds > 5 * self.fastest and elapsed > 0.5 and not self.gpu:
             times = f"steps take {seconds / self.fastest:.0f} times as long as the fastest"
@@ -188,7 +179,6 @@ class Report:
 
     def close(self, stopped: bool, seconds: float):
         """Print the best loss and the next commands. seconds: since the program's start."""
-        self.bar.close()
         for logger in self.loggers.values():
             logger({})
         if not self.processes.is_main:
