@@ -178,24 +178,18 @@ class Report:
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def close(self, stopped: bool, seconds: float):
-        """Print the best loss and the next commands. seconds: since the program's start."""
+        """Print the best loss and the next command. seconds: since the program's start."""
         for logger in self.loggers.values():
             logger({})
-        if not self.processes.is_main:
-            return
         out_dir = shlex.quote(self.config.out_dir)
         if stopped:
-            command = "python" if self.processes.world_size == 1 else "torchrun ..."
             print(f"\nStopped at step {self.progress.step}.")
-            print(f"Next: {command} train.py --out_dir={out_dir} --resume")
-            return
-        best = best_checkpoint(self.config.out_dir)
-        loss = f"{read_metrics(best)['bits_per_byte']:.3f} bits per byte"
-        print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
-        then = f"python sample.py {out_dir} --interactive"
-        if self.config.dataset == "quickstart":
-            then = "python prepare.py my.txt && python train.py --dataset=my --minutes=5"
-        print(f"Next: python sample.py {out_dir}\n      {then}")
+            print(f"Next: python train.py --out_dir={out_dir} --resume")
+        elif self.processes.is_main:
+            best = best_checkpoint(self.config.out_dir)
+            loss = f"{read_metrics(best)['bits_per_byte']:.3f} bits per byte"
+            print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
+            print(f"Next: python sample.py {out_dir}")
 
 
 def print_evaluation(name, data, val_loss: float, bits_per_byte: float, val_tokens: int):
