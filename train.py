@@ -230,7 +230,6 @@ def main():
     report.header(model, data, dtype)
 
     def save(metrics):  # called by all processes: each gives its shards, the first one writes
-        progress.seconds = report.seconds()
         full_model = processes.full_model(model, GPT)
         run_directory.save(metrics, model, full_model, optimizers, scaler, progress, config, data)
 

@@ -83,24 +83,17 @@ class Report:
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
         config, n, tokens = self.config, self.n_parameters, self.tokens_per_step
-        part = f", {data.val_targets:,} at a time" * (data.val_targets < len(data.val) - 1)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        size = f"{trained:,} of " * (trained < n) + f"{n:,} parameters"
+        size = f"{n:,} parameters" + f", {trained:,} of which are trained" * (trained < n)
         shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
-        epochs = config.max_iters * tokens / data.n_tokens
+        steps = f"{config.max_iters:,} steps of {tokens:,} tokens"
+        epochs = f"{config.max_iters * tokens / data.n_tokens:.1f} epochs"
         several = f", {self.processes.world_size} processes" * (self.processes.world_size > 1)
         resumed = f", from step {self.step}" * (self.step > 0)
-        print(
-            f"data:  {data.n_tokens:,} tokens to train on, {len(data.val):,} to validate on{part}\n"
-            f"model: {size}{' are trained' * (trained < n)}, {shape}, context {config.block_size}\n"
-            f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs), "
-            f"saved in {config.out_dir}\n"
-            f"       {self.processes.device}, {dtype}{several}{resumed}\n"
-        )
-
-    def seconds(self) -> float:
-        """Seconds of the run so far, of earlier sessions up to their last checkpoint."""
-        return time.perf_counter() - self.run_start
+        print(f"data:  {data.n_tokens:,} tokens to train on, {data.val_targets:,} to validate on")
+        print(f"model: {size}, {shape}, context {config.block_size}")
+        print(f"run:   {steps} ({epochs}), saved in {config.out_dir}")
+        print(f"       {self.processes.device}, {dtype}{several}{resumed}\n")
 
     def say(self, *columns: str):
         """Print a line that begins with the step of the last report."""
@@ -112,7 +105,8 @@ class Report:
         does not end the run."""
         if not self.processes.is_main:
             return
-        entry["seconds"] = round(self.seconds(), 3)
+        self.progress.seconds = time.perf_counter() - self.run_start
+        entry["seconds"] = round(self.progress.seconds, 3)
         with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
         for name, logger in list(self.loggers.items()):

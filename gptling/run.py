@@ -28,7 +28,7 @@ class Progress:
 
     step: int = 0  # steps done
     best: float = math.inf  # the lowest validation loss
-    seconds: float = 0.0  # of all sessions so far
+    seconds: float = 0.0  # of all sessions, up to the last entry of the log
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:

@@ -324,10 +324,10 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
 
 def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, train_here, monkeypatch):
     monkeypatch.setattr("gptling.plan.STARTED", time.perf_counter() - 60)
-    done = run_here("train.py", *FLAGS, "--batch_size=64", cwd=here)
+    run_here("train.py", *FLAGS, "--batch_size=64", cwd=here)
     entry = read_log(here / "out/mine")[-1]
     n = json.loads((here / "data/mine/meta.json").read_text())["val"]["tokens"]
-    assert b" at a time\n" in done.stdout and entry["val_tokens"] == n - 1
+    assert entry["val_tokens"] == n - 1
     assert entry["comparable_loss"] != entry["val_loss"]
 
 
