@@ -6,7 +6,6 @@ import shutil
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError  # what torch.load raises. Nothing here is unpickled
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from gptling.files import UserError, lock_directory, new_directory, read_json, r
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
-FORMAT = 5  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "minutes", "out_dir"}
 START_FLAGS |= {"allow_changed_model", "vocab_size"}
@@ -56,15 +54,9 @@ def best_checkpoint(run: str | Path) -> Path | None:
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
     """Return the plain values and tensors of training_state.pt. Raises UserError."""
-    file = checkpoint / "training_state.pt"
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, LookupError, RuntimeError, UnpicklingError) as error:
-        hint = "delete the folder to resume from the checkpoint before it"
-        raise UserError(f"{file} cannot be read ({type(error).__name__}): {hint}") from None
-    if state["format"] != FORMAT:
-        found = f"{checkpoint} has format {state['format']}, not {FORMAT}"
-        raise UserError(f"{found}: begin another run from it, with --init_from={checkpoint}")
+    state = torch.load(checkpoint / "training_state.pt", map_location="cpu", weights_only=True)
+    if state["format"] != 5:
+        raise UserError(f"{checkpoint} is of another version: begin with --init_from={checkpoint}")
     state["progress"] = Progress(**state["progress"])
     return state
 
@@ -155,7 +147,7 @@ class RunDirectory:
         All processes call it and the first one writes."""
         if not (self.processes.is_main or self.processes.sharded):
             return
-        state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
+        state = {"format": 5, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
         state["code"] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
