@@ -17,21 +17,18 @@ from gptling.run import best_checkpoint, read_metrics
 
 
 def draw_curves(out_dir: Path):
-    """Write out_dir/loss.png from log.jsonl: the losses over the steps, the best one marked."""
+    """Write out_dir/loss.png from log.jsonl: the losses over the steps."""
     from matplotlib.figure import Figure  # without pyplot no window is opened
 
     entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
-    train = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
-    val = [(entry["step"], entry["val_loss"]) for entry in entries if "val_loss" in entry]
-    best, step = min((loss, step) for step, loss in val)
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*train, strict=True), color="#9bb8d3", linewidth=1, label="training")
-    axes.plot(*zip(*val, strict=True), color="#b5462f", marker="o", label="validation")
-    axes.plot(step, best, "o", markersize=11, markerfacecolor="none", color="black")
-    title = f"{out_dir.name}: best {best:.4f} at step {step:,}"
-    axes.set(title=title, xlabel="step", ylabel="loss in nats per token")
-    axes.set_ylim(top=1.1 * val[0][1])  # the fall from ln(vocabulary) would press the rest flat
+    for name, label in (("loss", "training"), ("val_loss", "validation")):
+        points = [(entry["step"], entry[name]) for entry in entries if name in entry]
+        axes.plot(*zip(*points, strict=True), label=label)
+    best, step = min((loss, step) for step, loss in points)
+    axes.set(title=f"{out_dir.name}: best {best:.4f} at step {step:,}", xlabel="step")
+    axes.set(ylabel="loss in nats per token", ylim=(None, 1.1 * points[0][1]))  # no first fall
     axes.legend()
     figure.savefig(out_dir / "loss.png")
 
