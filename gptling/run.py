@@ -102,19 +102,13 @@ class RunDirectory:
         return config, checkpoints[-1], state
 
     def restore(self, model, optimizers: list, scaler, state: dict[str, Any]):
-        """Load the state of a resumed run's optimizers and GradScaler. An optimizer of another
-        class starts without a state, which is printed."""
+        """Load the state of a resumed run's optimizers and GradScaler."""
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
-        if not state:
-            return
-        names = [type(optimizer).__name__ for optimizer in optimizers]
-        if names != state["code"]["optimizers"]:
-            print(f"optimizers: {state['code']['optimizers']} -> {names}")
-        saved = state["code"]["optimizers"], state["optimizers"], state["settings"]
-        for optimizer, name, its_state, settings in zip(optimizers, *saved, strict=False):
-            if name == type(optimizer).__name__:
-                load_state(optimizer, model, its_state, *settings)
-        scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # of another dtype: empty
+        if state:
+            saved = zip(optimizers, state["optimizers"], state["settings"], strict=True)
+            for optimizer, its_state, (first, last) in saved:
+                load_state(optimizer, model, its_state, first, last)
+            scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # empty: another dtype
 
     def start(self, config: Any, step: int):
         """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
@@ -149,7 +143,6 @@ class RunDirectory:
             return
         state = {"format": 5, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
-        state["code"] = {"optimizers": [type(optimizer).__name__ for optimizer in optimizers]}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
         now = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
