@@ -62,18 +62,16 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
-    """Return a run's saved configuration with the flags that were given. Print changes and unknown
-    settings. Raises UserError for a flag that would make it a different run."""
+    """Return a run's saved configuration with the flags that were given, and print what changes.
+    Raises UserError for a flag that would make it a different run."""
     names = {field.name for field in fields(config)} - START_FLAGS
-    for name in sorted(saved.keys() - names - START_FLAGS):
-        print(f"{name}: {saved[name]} in the run, unknown to this code")
+    saved = {name: value for name, value in saved.items() if name in names}
     changes = {k: v for k, v in given.items() if k in names and v != saved.get(k)}
     for name, value in changes.items():
         if name in fixed:
             raise UserError(f"--{name}={value}: the run has {saved[name]}; give another --out_dir")
         print(f"{name}: {saved.get(name, 'not set')} -> {value}")
-    kept = {name: saved[name] for name in names & saved.keys()}
-    return type(config)(**vars(config) | kept | changes)
+    return type(config)(**vars(config) | saved | changes)
 
 
 class RunDirectory:
