@@ -13,7 +13,8 @@ import torch
 
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
-from gptling.run import best_checkpoint, read_metrics
+from gptling.files import read_json
+from gptling.run import best_checkpoint
 
 
 def draw_curves(out_dir: Path):
@@ -178,7 +179,7 @@ class Report:
             print(f"Next: python train.py --out_dir={out_dir} --resume")
         elif self.processes.is_main:
             best = best_checkpoint(self.config.out_dir)
-            loss = f"{read_metrics(best)['bits_per_byte']:.3f} bits per byte"
+            loss = f"{read_json(best / 'metrics.json')['bits_per_byte']:.3f} bits per byte"
             print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
             print(f"Next: python sample.py {out_dir}")
 

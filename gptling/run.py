@@ -36,17 +36,12 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     return [steps[step] for step in sorted(filter(str.isdigit, steps), key=int)]
 
 
-def read_metrics(checkpoint: Path) -> dict[str, Any]:
-    """Return metrics.json, without "val_loss" if the run was stopped between evaluations."""
-    return read_json(checkpoint / "metrics.json")
-
-
 def best_checkpoint(run: str | Path) -> Path | None:
     """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones. Of
     a last evaluation that covers more than those before, the loss over their tokens counts."""
 
     def loss(checkpoint):
-        metrics = read_metrics(checkpoint)
+        metrics = read_json(checkpoint / "metrics.json")
         return metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
 
     return min(list_checkpoints(run)[::-1], key=loss, default=None)
