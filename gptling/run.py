@@ -165,9 +165,8 @@ def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
 
 
 def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state, first, last):
-    """Load what full_state returned, sharded like the parameters, each number in its own dtype:
-    Optimizer.load_state_dict would cast it. Settings that training had changed from `first` to
-    `last` come back, too."""
+    """Load what full_state returned, in its dtypes: Optimizer.load_state_dict would cast it. And
+    the settings that training had changed from `first` to `last`."""
     for name, parameter in model.named_parameters():
         if name in state:
             place = partial(shard, like=parameter)

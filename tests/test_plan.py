@@ -304,7 +304,7 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
     assert done.returncode == 0, done.stderr
     assert output.count("plan for") == bool(planned)
     assert not planned or f"plan for {planned:g} min: " in output
-    assert ("muon_lr" in output) == bool(planned and "--optimizer=adamw" not in words)
+    assert (", muon_lr" in output) == bool(planned and "--optimizer=adamw" not in words)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
     assert {"max_iters": 1 if planned else 2}.items() | expected.items() <= config.items()
 
