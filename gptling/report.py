@@ -4,8 +4,6 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,36 +32,6 @@ def draw_curves(out_dir: Path):
     figure.savefig(out_dir / "loss.png")
 
 
-def open_loggers(config, step: int) -> dict[str, Callable]:
-    """Return {name: function}, each of which shows an entry of the log elsewhere. The first entry
-    imports its package, the last one is empty. step: the run's, at its start."""
-    out_dir = Path(config.out_dir)
-
-    @cache
-    def tensorboard_writer():
-        from torch.utils.tensorboard import SummaryWriter
-
-        # What an earlier session wrote after `step` is hidden.
-        return SummaryWriter(out_dir / "tensorboard", purge_step=step + 1)
-
-    def log_to_tensorboard(entry):
-        for name in entry.keys() - {"step", "parameters"}:
-            tensorboard_writer().add_scalar(name, entry[name], entry["step"])
-        tensorboard_writer().flush()
-
-    def log_to_wandb(entry):
-        import wandb
-
-        options = {"project": "gptling", "name": out_dir.name, "dir": out_dir}
-        run = wandb.run or wandb.init(config=vars(config), **options)
-        run.log(entry, step=entry["step"]) if entry else run.finish()
-
-    curves = {"tensorboard": log_to_tensorboard}
-    curves["matplotlib"] = lambda entry: "val_loss" in entry and draw_curves(out_dir)
-    loggers = {name: f for name, f in curves.items() if config.curves and find_spec(name)}
-    return loggers | ({"wandb": log_to_wandb} if config.wandb else {})
-
-
 class Report:
     """The log, the lines and the curves of a run. The first of several processes writes them."""
 
@@ -76,7 +44,8 @@ class Report:
         self.last_time = time.perf_counter()
         self.run_start = self.last_time - progress.seconds
         self.next_line, self.fastest = -math.inf, math.inf
-        self.loggers = open_loggers(config, self.step) if processes.is_main else {}
+        self.curves, self.wandb = config.curves, config.wandb
+        self.writer, self.run = None, None  # TensorBoard's and Weights & Biases', once they exist
 
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
@@ -99,21 +68,40 @@ class Report:
         print(f"step {self.step:>{len(last)}}/{last}", *columns, sep=" | ")
 
     def log(self, **entry):
-        """Write a line of log.jsonl, and give it to the loggers. One that fails, in whatever way,
-        does not end the run."""
+        """Write a line of log.jsonl, and show it elsewhere. An optional package that fails, in
+        whatever way, does not end the run."""
         if not self.processes.is_main:
             return
         self.progress.seconds = time.perf_counter() - self.run_start
         entry["seconds"] = round(self.progress.seconds, 3)
         with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
-        for name, logger in list(self.loggers.items()):
-            try:
-                logger(entry)
-            except Exception as error:
-                del self.loggers[name]
-                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-                self.say(f"the run continues without {name}: {reason}")
+        try:
+            self.show(entry)
+        except Exception as error:
+            self.curves = self.wandb = False
+            self.say(f"the run continues without curves: {error!r:.99}")
+
+    def show(self, entry: dict):
+        """Show an entry of the log in TensorBoard, loss.png and Weights & Biases."""
+        out_dir = Path(self.config.out_dir)
+        if self.curves and find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+            # What an earlier session wrote from here on is hidden.
+            options = {"log_dir": out_dir / "tensorboard", "purge_step": entry["step"]}
+            self.writer = self.writer or SummaryWriter(**options)
+            for name in entry.keys() - {"step", "parameters"}:
+                self.writer.add_scalar(name, entry[name], entry["step"])
+            self.writer.flush()
+        if self.curves and find_spec("matplotlib") and "val_loss" in entry:
+            draw_curves(out_dir)
+        if self.wandb:
+            import wandb
+
+            options = {"project": "gptling", "name": out_dir.name, "dir": out_dir}
+            self.run = self.run or wandb.init(config=vars(self.config), **options)
+            self.run.log(entry, step=entry["step"])
 
     def due(self, step: int) -> bool:
         """Whether to report a step that is not evaluated: in the log, or in a line."""
@@ -171,8 +159,8 @@ class Report:
 
     def close(self, stopped: bool, seconds: float):
         """Print the best loss and the next command. seconds: since the program's start."""
-        for logger in self.loggers.values():
-            logger({})
+        if self.run:
+            self.run.finish()
         out_dir = shlex.quote(self.config.out_dir)
         if stopped:
             print(f"\nStopped at step {self.progress.step}.")
