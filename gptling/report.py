@@ -53,19 +53,17 @@ class Report:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         size = f"{n:,} parameters" + f", {trained:,} of which are trained" * (trained < n)
         shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
-        steps = f"{config.max_iters:,} steps of {tokens:,} tokens"
-        epochs = f"{config.max_iters * tokens / data.n_tokens:.1f} epochs"
-        several = f", {self.processes.world_size} processes" * (self.processes.world_size > 1)
-        resumed = f", from step {self.step}" * (self.step > 0)
+        epochs = config.max_iters * tokens / data.n_tokens
+        more = f", {self.processes.world_size} processes" * (self.processes.world_size > 1)
+        more += f", from step {self.step}" * (self.step > 0)
         print(f"data:  {data.n_tokens:,} tokens to train on, {data.val_targets:,} to validate on")
         print(f"model: {size}, {shape}, context {config.block_size}")
-        print(f"run:   {steps} ({epochs}), saved in {config.out_dir}")
-        print(f"       {self.processes.device}, {dtype}{several}{resumed}\n")
+        print(f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
+        print(f"       saved in {config.out_dir}, {self.processes.device}, {dtype}{more}\n")
 
     def say(self, *columns: str):
         """Print a line that begins with the step of the last report."""
-        last = str(self.config.max_iters)
-        print(f"step {self.step:>{len(last)}}/{last}", *columns, sep=" | ")
+        print(f"step {self.step}/{self.config.max_iters}", *columns, sep=" | ")
 
     def log(self, **entry):
         """Write a line of log.jsonl, and show it elsewhere. An optional package that fails, in
@@ -146,13 +144,12 @@ class Report:
         decode, ids = data.tokenizer.decode, data.val[:8].tolist()
         idx = torch.tensor([ids], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
-        deterministic = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
         model.eval()
         tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
         text = " ".join(decode(ids).split()) + " | " + decode([token.item() for token in tokens])
         model.train()
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(self.config.deterministic)
         for line in [line for line in text.splitlines() if line.strip()][:2]:
             self.say(line.rstrip()[:80])
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
