@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +38,6 @@ class Report:
         self.config, self.processes, self.progress = config, processes, progress
         self.step = progress.step  # of the last report
         self.n_parameters = sum(p.numel() for p in model.parameters())
-        self.tokens_per_step = tokens_per_step(vars(config))
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
         self.last_time = time.perf_counter()
         self.run_start = self.last_time - progress.seconds
@@ -49,7 +47,7 @@ class Report:
 
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
-        config, n, tokens = self.config, self.n_parameters, self.tokens_per_step
+        config, n, tokens = self.config, self.n_parameters, tokens_per_step(vars(self.config))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         size = f"{n:,} parameters" + f", {trained:,} of which are trained" * (trained < n)
         shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
@@ -110,7 +108,7 @@ class Report:
         now, steps_left = time.perf_counter(), self.config.max_iters - step
         elapsed, steps = now - self.last_time, step - self.step
         self.last_time, self.step = now, step
-        seconds, speed = elapsed / steps, self.tokens_per_step * steps / elapsed
+        seconds, speed = elapsed / steps, tokens_per_step(vars(self.config)) * steps / elapsed
         rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
         numbers = {name: float(loss) for name, loss in losses.items()}
         numbers |= dict(zip(("lr", "muon_lr"), rates, strict=False)) | {"norm": float(norm)}
@@ -158,12 +156,12 @@ class Report:
         """Print the best loss and the next command. seconds: since the program's start."""
         if self.run:
             self.run.finish()
-        out_dir = shlex.quote(self.config.out_dir)
+        out_dir = self.config.out_dir
         if stopped:
             print(f"\nStopped at step {self.progress.step}.")
             print(f"Next: python train.py --out_dir={out_dir} --resume")
         elif self.processes.is_main:
-            best = best_checkpoint(self.config.out_dir)
+            best = best_checkpoint(out_dir)
             loss = f"{read_json(best / 'metrics.json')['bits_per_byte']:.3f} bits per byte"
             print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
             print(f"Next: python sample.py {out_dir}")

