@@ -1,7 +1,7 @@
 """How fast text is drawn: tokens per second and the time to the first, one prompt and many.
 
     python tests/benchmarks/sample.py               # all, about 15 minutes on two cores
-    python tests/benchmarks/sample.py prompt small batch length
+    python tests/benchmarks/sample.py prompt small batch
 
 Weights are random. The rows of transformers and CTranslate2 need pip install -e '.[bench]'.
 """
@@ -78,10 +78,8 @@ def worker(case: dict):
     from model import GPT, GPTConfig
 
     torch.manual_seed(0)
-    config, device = (
-        GPTConfig(**SIZES[case["size"]]),
-        "cuda" if torch.cuda.is_available() else "cpu",
-    )
+    config = GPTConfig(**SIZES[case["size"]])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model = GPT(config).eval().to(device, getattr(torch, case["dtype"]))
     B, n = case.get("batch", 1), case["tokens"]
     idx = torch.randint(config.vocab_size, (B, case["prompt"]), device=device)
@@ -143,13 +141,7 @@ def batch(repetitions: int):
     compare(title, repetitions, cases, size="124 M", dtype=dtypes()[-1], **sizes)
 
 
-def length(repetitions: int):
-    cases = {f"the first {n} tokens": {"tokens": n} for n in (64, 256, 1000)}
-    title = f"124 M, {dtypes()[-1]}, longer texts"
-    compare(title, repetitions, cases, size="124 M", dtype=dtypes()[-1], prompt=1)
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as cache:  # the first turn compiles, the others read it
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-        main(worker, {"prompt": prompt, "small": small, "batch": batch, "length": length})
+        main(worker, {"prompt": prompt, "small": small, "batch": batch})
