@@ -26,12 +26,9 @@ def sync(path: Path):
 def replace(path: Path, content: bytes):
     """Write a file, which replaces an older one once it is whole on the disk."""
     temporary = path.with_name(f".{path.name}.writing")
-    try:
-        temporary.write_bytes(content)
-        sync(temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary.write_bytes(content)
+    sync(temporary)
+    temporary.replace(path)
 
 
 def read_json(file: Path) -> dict:

@@ -23,7 +23,6 @@ class Processes:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0  # writes and prints for all
-        self.sharded = False
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")
         if self.world_size > 1:

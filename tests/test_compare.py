@@ -84,7 +84,7 @@ def comment_patch(header=""):
     return "out/same.patch"
 
 
-@pytest.mark.parametrize("df, quantile", enumerate(T_QUANTILES, start=1))
+@pytest.mark.parametrize("df, quantile", [*enumerate(T_QUANTILES, start=1)])
 def test_t_leaves_two_and_a_half_percent_on_each_side(df, quantile):
     step = quantile / 100_000
     x = step * (np.arange(100_000) + 0.5)
