@@ -62,8 +62,6 @@ MISTAKES = [
     ("train.py NEW --dataset=mine --n_embd=30 --n_head=4", "30", "4", "divisible"),
     ("train.py --max_iters=0", "--max_iters=0", "at least 1", 2),
     ("train.py --learning_rate=nan", "--learning_rate=nan", 2),
-    ("train.py --beta2=1", "--beta2=1.0", "below 1", 2),
-    ("train.py --dropout=1.5", "dropout=1.5", 2),
     ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),
