@@ -62,11 +62,12 @@ class Dataset:
     def validation_batches(self, batch_size: int, processes) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield (inputs, targets) of this process's share of the validation sequences. The last
         ones end in targets of -100: every process has the same number, as FSDP needs."""
-        T = self.block_size
-        for i in range(0, len(self.val_starts), batch_size * processes.world_size):
-            first = i + processes.rank * batch_size
-            sequences = torch.full((batch_size, T + 1), -100)
-            for row, start in enumerate(self.val_starts[first : first + batch_size]):
+        T, n = self.block_size, len(self.val_starts)
+        size = min(batch_size, math.ceil(n / processes.world_size))
+        for i in range(0, n, size * processes.world_size):
+            first = i + processes.rank * size
+            sequences = torch.full((size, T + 1), -100)
+            for row, start in enumerate(self.val_starts[first : first + size]):
                 ids = self.val[start : start + T + 1].astype(np.int64)
                 sequences[row, : len(ids)] = torch.from_numpy(ids)
             sequences = processes.to_device(sequences)
@@ -83,8 +84,7 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
     batch_size * gradient_accumulation_steps sequences, however many processes share them."""
     share, rest = divmod(config.batch_size * config.gradient_accumulation_steps, world_size)
     if rest:
-        sequences = f"--batch_size={config.batch_size} times --gradient_accumulation_steps"
-        raise UserError(f"{sequences} is not divisible by {world_size} processes")
+        raise UserError(f"batch_size * gradient_accumulation_steps is no multiple of {world_size}")
     size = next(n for n in range(min(share, config.batch_size), 0, -1) if share % n == 0)
     return size, share // size
 
@@ -98,8 +98,7 @@ def draw_epoch(n_sequences: int, places: tuple, seed: int, epoch: int) -> tuple[
 
 def get_sequences(shards, config, step: int, micro_step=0, rank=0, world_size=1) -> torch.Tensor:
     """The sequences of a micro-batch, (B, block_size + 1) int64. Each begins with the last token of
-    the one before. An epoch visits all, in an order drawn from (seed, epoch), which also draw where
-    the first one of a shard begins. Rank r's micro-batch m of a step is m * world_size + r."""
+    the one before. An epoch visits all. Micro-batch m of rank r is m * world_size + r of a step."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     # One sequence less than would fit, so that the first may begin at any of T places.

@@ -54,8 +54,7 @@ def loss_in_pieces(to_logits, losses, x: torch.Tensor, targets: torch.Tensor) ->
 
 def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
     """Let a model on the CPU have its loss from loss_in_pieces, if its loss and gradients stay.
-    rows: of logits in a micro-batch, if the model will be compiled, otherwise 0. Compiled code
-    holds all of them at once, if a GPU has room for four times as much in float32."""
+    rows: of logits in a micro-batch to be compiled, which is whole if a GPU has room for it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     idx = torch.arange(min(8, model.config.block_size))[None] % model.config.vocab_size
 

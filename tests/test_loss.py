@@ -16,8 +16,6 @@ from tests.edits import INIT, LOGITS, LOSS, edited_module
 
 pytestmark = pytest.mark.gpt2  # edits are of the unchanged code
 
-# ---------------------------------------------------------------------------- masked targets
-
 
 @pytest.fixture
 def train_masked(here, train_here, monkeypatch):
@@ -67,9 +65,6 @@ def test_evaluation_is_the_mean_over_the_targets_that_count():
     nats, bits, _ = evaluate(model, data, 70, one_process(), nullcontext()).values()
     assert nats == pytest.approx(expected, rel=1e-6)
     assert bits == pytest.approx(expected / math.log(2) / 2, rel=1e-6)
-
-
-# ---------------------------------------------------------------------------- in pieces
 
 
 FLOAT32 = "        logits = logits.to(torch.promote"
@@ -181,6 +176,7 @@ def test_rows_may_weigh_differently_in_a_loss():
 def test_a_loss_that_pieces_would_not_give_stays_as_it_is_and_that_is_said(name, capsys):
     model = make_model(*OTHERWISE.get(name, ()), dropout=0.2)
     model.wpe.weight.requires_grad_(False)
+    model.unused = torch.nn.Parameter(torch.ones(1))
     use_loss_in_pieces(model)
     assert (model.loss_in_pieces is None) == (name in OTHERWISE)
     assert capsys.readouterr().out.count("chunked loss disabled") == (name in OTHERWISE)
