@@ -114,8 +114,7 @@ def token_ids(tokenizer_json: str) -> list[int]:
 def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = None) -> str:
     """Write a model in float32 to config.json and model.safetensors and, given its text,
     tokenizer.json. Returns why it is not a GPT-2, which config.json says too, or ""."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    Path(directory).mkdir(parents=True, exist_ok=True)
     tensors, metadata = published_tensors(model, all_biases=True), {"format": "pt"}
     config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
     reason, logits = why_not_gpt2(model, tensors, model.config)
@@ -123,7 +122,7 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
         tensors, metadata = published_tensors(model), {"check": json.dumps(means(logits).tolist())}
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
     tensors = {f"transformer.{n}": tensor.cpu().contiguous() for n, tensor in tensors.items()}
-    save_file(tensors, directory / "model.safetensors", metadata)
+    save_file(tensors, Path(directory, "model.safetensors"), metadata)
 
     # What config.json does not say has transformers' default: 0.1, and 50256 for end-of-text.
     special = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
@@ -132,13 +131,13 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     config |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), sizes["dropout"])
     config |= {HF_NAMES.get(name, name): value for name, value in sizes.items()}
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    Path(directory, "config.json").write_text(json.dumps(config, indent=2))
     if tokenizer_json:
         names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
         values = dict.fromkeys(names, END_OF_TEXT) | {"model_max_length": sizes["block_size"]}
         values["tokenizer_class"] = "PreTrainedTokenizerFast"  # GPT2Tokenizer splits text as GPT-2
-        (directory / "tokenizer_config.json").write_text(json.dumps(values, indent=2))
-        (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+        Path(directory, "tokenizer_config.json").write_text(json.dumps(values, indent=2))
+        Path(directory, "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     return reason
 
 
@@ -154,12 +153,11 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     changes: fields of its config to change, such as dropout=0.1. Prints the tensors that only the
     model or the file has. Raises RuntimeError for other shapes, and ValueError for other options
     and, unless allow_changed, for other logits."""
-    directory = Path(directory)
-    stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    stored = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
     is_gpt2, config = stored["model_type"] != "gptling", stored_config(model_class, stored)
     if other := {key: v for key, v in stored.items() if is_gpt2 and v != GPT2.get(key, v)}:
         raise ValueError(f"config.json has {other}, which model.py does not compute")
-    with safe_open(directory / "model.safetensors", "pt") as file:
+    with safe_open(Path(directory, "model.safetensors"), "pt") as file:
         check = json.loads((file.metadata() or {}).get("check", "[]"))
         tensors = {n.removeprefix("transformer."): file.get_tensor(n) for n in file.keys()}
     if is_gpt2:
@@ -181,6 +179,6 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
         raise ValueError(f"model.py computes something else than that model ({said}): {remedy}")
     if allow_changed or names:
         print(f"{directory}: {said}")
-    if (tokenizer := directory / "tokenizer.json").is_file():
+    if (tokenizer := Path(directory, "tokenizer.json")).is_file():
         model.restrict_to_tokens(token_ids(tokenizer.read_text(encoding="utf-8")))
     return model.eval()

