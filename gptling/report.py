@@ -26,7 +26,7 @@ def draw_curves(out_dir: Path):
         axes.plot(*zip(*points, strict=True), label=label)
     best, step = min((loss, step) for step, loss in points)
     axes.set(title=f"{out_dir.name}: best {best:.4f} at step {step:,}", xlabel="step")
-    axes.set(ylabel="loss in nats per token", ylim=(None, 1.1 * points[0][1]))  # no first fall
+    axes.set(ylabel="loss in nats per token", ylim=(None, 1.1 * points[0][1]))  # cut the start off
     axes.legend()
     figure.savefig(out_dir / "loss.png")
 
@@ -80,15 +80,13 @@ class Report:
 
     def show(self, entry: dict):
         """Show an entry of the log in TensorBoard, loss.png and Weights & Biases."""
-        out_dir = Path(self.config.out_dir)
+        out_dir, step = Path(self.config.out_dir), entry["step"]
         if self.curves and find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            # What an earlier session wrote from here on is hidden.
-            options = {"log_dir": out_dir / "tensorboard", "purge_step": entry["step"]}
-            self.writer = self.writer or SummaryWriter(**options)
+            self.writer = self.writer or SummaryWriter(out_dir / "tensorboard", purge_step=step)
             for name in entry.keys() - {"step", "parameters"}:
-                self.writer.add_scalar(name, entry[name], entry["step"])
+                self.writer.add_scalar(name, entry[name], step)
             self.writer.flush()
         if self.curves and find_spec("matplotlib") and "val_loss" in entry:
             draw_curves(out_dir)
@@ -97,7 +95,7 @@ class Report:
 
             options = {"project": "gptling", "name": out_dir.name, "dir": out_dir}
             self.run = self.run or wandb.init(config=vars(self.config), **options)
-            self.run.log(entry, step=entry["step"])
+            self.run.log(entry, step=step)
 
     def due(self, step: int) -> bool:
         """Whether to report a step that is not evaluated: in the log, or in a line."""
