@@ -1,5 +1,4 @@
-"""Text to token files: the documents of files, folders, the hub and Python itself, their split into
-training and validation text, and encoding on all cores."""
+"""Text to token files: documents, their split for training and validation, encoding."""
 
 import glob
 import gzip
@@ -30,19 +29,16 @@ GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
 TOKENS_PER_SHARD = 50_000_000
 # Parts of Python's library that are tests, tables or generated, or that not every Python has.
-NO_EXAMPLES = re.compile(
-    r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities|stringprep|this"
-    r"|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
-)
+NO_EXAMPLES = r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities"
+NO_EXAMPLES += r"|stringprep|this|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
 
 
 def find_sources(name: str, field: str) -> list[Path | Iterable[dict]]:
-    """The files or records that a name on the command line means. "" is the source of Python's
-    standard library, or its language reference if there is none."""
+    """The files or records that a name means. "" is Python's library, or else its reference."""
     if not name:
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
-        chosen = [f for f in files if not NO_EXAMPLES.search(f.relative_to(library).as_posix())]
+        chosen = [f for f in files if not re.search(NO_EXAMPLES, str(f.relative_to(library)))]
         return chosen or [[{field: text} for text in topics.values()]]
     if name.startswith("hf:"):
         from datasets import load_dataset  # not everybody has it
@@ -58,8 +54,7 @@ def find_sources(name: str, field: str) -> list[Path | Iterable[dict]]:
 
 
 def read_pieces(source: Path | Iterable[dict], field: str) -> Iterator[str]:
-    """Yield a source in pieces with the same tokens as the whole. An empty piece ends a document: a
-    file, the `field` of a record, or what a mark ends in them."""
+    """Yield a source in pieces with the same tokens as the whole. An empty one ends a document."""
     name = source.name.lower() if isinstance(source, Path) else ""
     if not name:
         yield from _records(source, field)
@@ -100,11 +95,10 @@ def _pieces(chunks):
 def validation_bytes(sizes: np.ndarray) -> np.ndarray:
     """How many bytes at the end of each document are for validation, about a tenth of all. Of ten
     documents or more these are whole ones, evenly spread, or the end of one that is too long."""
-    n, total, held_out = len(sizes), sizes.sum(), np.zeros_like(sizes)
+    n, total, chosen, held_out = len(sizes), sizes.sum(), 0, np.zeros_like(sizes)
     if n < 10:
         return np.minimum(sizes // 10, MAX_VALIDATION // n)
     goal, limit = (min(total * percent // 100, MAX_VALIDATION) for percent in (10, 15))
-    chosen = 0
     for i in np.argsort(-np.arange(1, n + 1) % (total // goal), kind="stable"):  # every tenth first
         if chosen < goal and chosen + sizes[i] <= limit:
             held_out[i] = sizes[i]
@@ -121,9 +115,8 @@ class Corpus:
     def __init__(self, names: Iterable[str], field: str = "text"):
         self.field, self.sources, self.refused, measured = field, [], [], array("q")
         for source in [source for name in names or [""] for source in find_sources(name, field)]:
-            found = array("q")
+            found, key, size = array("q"), 0, 0
             try:
-                key, size = 0, 0
                 for text in read_pieces(source, field):
                     if text:
                         key, size = hash((key, text)), size + len(text.encode())
@@ -155,8 +148,7 @@ class Corpus:
                 rest -= len(raw)
                 for split, part in (("train", head), ("val", text[len(head) :])):
                     if part:
-                        self.count["characters"] += len(part)
-                        self.count[split] += len(part.encode())
+                        self.count.update({"characters": len(part), split: len(part.encode())})
                         ends[split] = ""
                         yield split, part
             yield from ends.items()
@@ -194,19 +186,15 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
     end = [tokenizer.eot_token] if END_OF_TEXT in tokenizer.special_tokens_set else []
     unsaved, n_tokens = {"train": bytearray(), "val": bytearray()}, Counter()
     fingerprint, shards = hashlib.sha256(), (f"train-{n:05}.npy" for n in count())
-
-    def save(split, name):
-        np.save(directory / name, np.frombuffer(unsaved[split], dtype))
-        unsaved[split] = bytearray()
-
     for split, ids in encoded:
         ids = np.array(ids if len(ids) else end, dtype)
         unsaved[split] += ids.tobytes()
         n_tokens[split] += len(ids)
         fingerprint.update(ids)
         if len(unsaved["train"]) >= TOKENS_PER_SHARD * dtype.itemsize:
-            save("train", next(shards))
+            np.save(directory / next(shards), np.frombuffer(unsaved["train"], dtype))
+            unsaved["train"] = bytearray()
     if unsaved["train"]:
-        save("train", next(shards))
-    save("val", "val.npy")
+        np.save(directory / next(shards), np.frombuffer(unsaved["train"], dtype))
+    np.save(directory / "val.npy", np.frombuffer(unsaved["val"], dtype))
     return n_tokens, fingerprint.hexdigest()

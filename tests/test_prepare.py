@@ -25,15 +25,6 @@ from hypothesis import strategies as st
 
 from gptling import corpus
 from gptling.cli import UserError
-from gptling.corpus import (
-    MAX_VALIDATION,
-    Corpus,
-    encode_on_all_cores,
-    find_sources,
-    read_pieces,
-    validation_bytes,
-    write_token_files,
-)
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, name_after, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
@@ -143,12 +134,12 @@ def test_another_field_and_half_a_character_are_read(here):
 def test_the_quick_start_is_the_source_of_pythons_library(here, monkeypatch):
     """Or its language reference, if Python comes without a source."""
     library = sysconfig.get_path("stdlib")
-    files = [file.relative_to(library) for file in find_sources("", "text")]
+    files = [file.relative_to(library) for file in corpus.find_sources("", "text")]
     assert Path("json/decoder.py") in files and files == sorted(files)
     assert not {"test", "tests", "site-packages", "encodings", "idlelib"} & {*Path(*files).parts}
     assert not any(file.name.startswith("_sysconfigdata") for file in files)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: here / "empty")
-    assert "The standard type hierarchy" in "".join(text for _, text in Corpus([]).texts())
+    assert "The standard type hierarchy" in "".join(text for _, text in corpus.Corpus([]).texts())
 
 
 def test_shakespeare_is_downloaded(here, monkeypatch):
@@ -184,7 +175,7 @@ def test_any_text_comes_back_with_its_newlines_and_other_bytes_are_refused(text,
 
 
 def read_all(source):
-    documents = groupby(read_pieces(source, "text"), bool)
+    documents = groupby(corpus.read_pieces(source, "text"), bool)
     return ["".join(pieces) for text, pieces in documents if text]
 
 
@@ -213,17 +204,10 @@ def test_marks_are_found_wherever_a_text_is_cut(here, monkeypatch, text):
 
 def test_a_long_text_is_read_bit_by_bit(here):
     (here / "a.txt").write_bytes(b"some words in a line\n" * 100_000 + b"\xff")
-    pieces = read_pieces(here / "a.txt", "text")
+    pieces = corpus.read_pieces(here / "a.txt", "text")
     assert len(next(pieces)) <= 500  # without reading on to the bad end
     with pytest.raises(UnicodeDecodeError, match="0xff"):
         list(pieces)
-
-
-@pytest.mark.parametrize("run", ["=", "ab", "\n "])
-def test_a_long_run_is_a_text_like_any_other(run):
-    text = TEXT + "end" + run * (1_100_000 // len(run)) + "end " + TEXT
-    tokenizer = build_tokenizer("bpe", [TEXT], 300)
-    assert tokenizer.decode(encode(tokenizer, text).tolist()) == text
 
 
 # ---------------------------------------------------------------- the split
@@ -241,16 +225,16 @@ def test_a_long_run_is_a_text_like_any_other(run):
     ],
 )
 def test_validation_is_every_tenth_document_or_the_end_of_each_of_a_few(sizes, expected):
-    assert validation_bytes(np.array(sizes)).tolist() == expected
+    assert corpus.validation_bytes(np.array(sizes)).tolist() == expected
 
 
 @settings(same, max_examples=200)
 @given(st.lists(st.integers(1, 100) | st.integers(1, 10**9), min_size=10, max_size=60))
 def test_about_a_tenth_of_the_text_validates_in_whole_documents(sizes):
-    held_out, total = validation_bytes(np.array(sizes)), sum(sizes)
-    assert 0 < sum(held_out) <= min(0.15 * total, MAX_VALIDATION)
-    assert sum(held_out) >= min(total // 10, MAX_VALIDATION) // 2
-    limit = min(total // 10, MAX_VALIDATION // 2)
+    held_out, total = corpus.validation_bytes(np.array(sizes)), sum(sizes)
+    assert 0 < sum(held_out) <= min(0.15 * total, corpus.MAX_VALIDATION)
+    assert sum(held_out) >= min(total // 10, corpus.MAX_VALIDATION) // 2
+    limit = min(total // 10, corpus.MAX_VALIDATION // 2)
     assert all(n in (0, size) or size > limit for n, size in zip(held_out, sizes, strict=True))
 
 
@@ -300,7 +284,7 @@ def test_texts_encoded_on_all_cores_keep_their_order(monkeypatch):
             yield i, text
         raise UserError("not UTF-8")
 
-    encoded = encode_on_all_cores(tokenizer, given_texts())
+    encoded = corpus.encode_on_all_cores(tokenizer, given_texts())
     for i, text in enumerate(texts[:15_000]):
         key, ids = next(encoded)
         assert key == i and tokenizer.decode(ids.tolist()) == text
@@ -317,7 +301,7 @@ def test_no_text_straddles_two_token_files(here, monkeypatch, n_vocab, dtype, si
     ids[0] = n_vocab - 1
     encoded = [("train", piece) for piece in np.array_split(ids, 5)] + [("val", ids[:3])]
     tokenizer = SimpleNamespace(n_vocab=n_vocab, special_tokens_set=set())
-    n_tokens, fingerprint = write_token_files(here, tokenizer, encoded)
+    n_tokens, fingerprint = corpus.write_token_files(here, tokenizer, encoded)
     assert n_tokens == {"train": 3500, "val": 3}
     written = [np.load(file) for file in sorted(here.glob("train-*.npy"))]
     assert [len(shard) for shard in written] == [1400, 1400, 700]
