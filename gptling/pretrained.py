@@ -2,7 +2,6 @@
 
 import os
 import re
-from dataclasses import fields
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -50,7 +49,7 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
 
 def build_model(model_class: type, config, data, source: Path | None):
     """A model to train with train.py's configuration: a new one, or that of a checkpoint."""
-    sizes = {field.name: getattr(config, field.name) for field in fields(model_class.config_class)}
+    sizes = {name: getattr(config, name) for name in vars(model_class.config_class())}
     if source is None:
         n_tokens, multiple = data.tokenizer.n_vocab, config.vocab_multiple
         sizes["vocab_size"] = n_tokens + -n_tokens % multiple
