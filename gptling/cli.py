@@ -5,7 +5,6 @@ A field `top_k: int = 200  # help` is the flag `--top_k=200`, and `resume: bool`
 those given: defaults < presets from left to right < flags.
 """
 
-import gc
 import os
 import re
 import signal
@@ -29,8 +28,7 @@ Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not
 
 def describe(error: Exception) -> str:
     """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
-    named_file = isinstance(error, OSError) and error.filename
-    if isinstance(error, UserError | ModuleNotFoundError) or named_file:
+    if isinstance(error, UserError | ModuleNotFoundError) or getattr(error, "filename", None):
         return " ".join(str(error).split())
     said = f"{error!r} {error.__context__!r}"  # PyTorch's errors can hide the system's
     if re.search("MemoryError|out of memory|not enough memory|can't allocate memory", said):
@@ -48,7 +46,6 @@ def run(main: Callable[[], int | None]):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         signal.raise_signal(signal.SIGTERM)
 
-    gc.freeze()  # the last collection need not look through all of PyTorch
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, hang_up)  # Windows has none, and nohup ignores it
@@ -73,8 +70,7 @@ def run(main: Callable[[], int | None]):
 
 def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
     """Return an instance of the dataclass `cls`, and {name: value} of what presets and flags say,
-    the last one first. presets: the words before the first flag are presets. A wrong flag exits
-    with code 2. Raises UserError for a wrong preset."""
+    the last one first. presets: the words before the first flag are. Raises UserError."""
     words, hints = sys.argv[1:] if argv is None else argv, get_type_hints(cls)
     names = list(takewhile(lambda word: word[:1] != "-", words)) if presets else []
     flags = [flag for name in names for flag in read_preset(name)] + words[len(names) :]
@@ -101,8 +97,8 @@ def read_preset(name: str) -> list[str]:
 
 
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the field that a flag sets, and the flag as tyro knows it: --curves=False is
-    --no-curves. An unknown flag stands apart from its value, so that tyro finds a similar one."""
+    """Return the field that a flag sets, and its words for tyro: --no-curves for --curves=False,
+    and an unknown flag apart from its value, so that tyro finds a similar one."""
     name, _, value = flag.partition("=")
     field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
     if hints.get(field) is bool and value in ("True", "False"):

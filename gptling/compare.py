@@ -5,8 +5,8 @@
     python -m gptling.compare --seeds 5 -- config/shakespeare_char_cpu.toml --max_iters=200
 
 Presets and flags after -- are for train.py on all sides. A patch may add its own in a line
-"# flags: ...", and flags for prepare.py in a line "# prepare: ...". Each side is copied to
-out/compare/NAME. Finished runs are kept: after Ctrl-C, the same command continues after the last.
+"# flags: ...", and flags for prepare.py in a line "# prepare: ...". Sides are folders of
+out/compare. Finished runs are kept: after Ctrl-C, the same command continues after the last.
 """
 
 import hashlib
@@ -102,8 +102,7 @@ def train(side: Side, seed: int, steps: int) -> list[dict]:
 
 
 def step_time(log: list[dict]) -> float:
-    """Return the mean time of a step in ms, after the first log line, which has the warm-up. It is
-    no median, because a change may do more work in every k-th step."""
+    """Return the mean time of a step in ms, after the first log line, which has the warm-up."""
     times = [line["ms"] for line in log if "ms" in line]
     return mean(times[1:] or times)
 

@@ -1,8 +1,6 @@
-"""Choose how PyTorch's threads wait for each other, before PyTorch is imported.
-
-Waiting threads of GNU's OpenMP spin. Beside another program they take the processor from the very
-thread that they wait for: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
-"""
+"""Choose how PyTorch's threads wait for each other, before PyTorch is imported. GNU's OpenMP lets
+them spin. Beside another program they take the processor from the very thread that they wait for:
+https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html"""
 
 import os
 import time

@@ -17,9 +17,6 @@ from gptling.run import list_checkpoints
 from tests.conftest import ROOT, TINY, output_of, read_log, weights
 from train import TrainConfig
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this PyTorch is built without torch.distributed"
-)
 FLAGS = ["--dataset=mine", *TINY, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
 TORCHRUN = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
 # train.py, which environment variables change. FLOAT64: only the orders of sums differ then.
