@@ -66,6 +66,7 @@ def test_tiktoken_the_stored_file_and_hugging_face_agree(name, tmp_path):
     assert copy.n_vocab == tokenizer.n_vocab == other.get_vocab_size()
     assert copy.eot_token == tokenizer.eot_token == other.token_to_id(END_OF_TEXT)
     assert tokenizer_to_json(copy) == tokenizer_to_json(tokenizer)
+    assert copy._mergeable_ranks == tokenizer._mergeable_ranks
     pieces = [piece for piece, _ in other.pre_tokenizer.pre_tokenize_str("1234567")]
     assert pieces == regex.findall(tokenizer._pat_str, "1234567")
 
@@ -128,7 +129,7 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
     sample, n_bytes = kinds.draw_sample(texts)
     assert n_bytes == len(whole.encode()) and 20_000 < sum(map(len, sample)) <= 50_000
     places = [whole.index(piece) / len(whole) for piece in sample]
-    assert min(places) < 0.2 and max(places) > 0.8 and 0.3 < sum(places) / len(places) < 0.7
+    assert min(places) < 0.2 and max(places) > 0.8 and 0.45 < sum(places) / len(places) < 0.55
     assert sample == kinds.draw_sample(iter(texts))[0]
 
 
@@ -237,13 +238,11 @@ def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path, key, value):
         ("post_processor", template(PAD)),
         ("pre_tokenizer", None),
         ("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": True}),
-        ("pre_tokenizer", BYTE_LEVEL | {"use_regex": False}),
         ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": r"\d"}})),
         (
             "pre_tokenizer",
             sequence(SPLIT | {"pattern": {"Regex": kinds.BPE_PATTERN}}, use_regex=True),
         ),
-        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [SPLIT]}),
         ("model", lambda model: model | {"dropout": 0.5}),
         ("model", lambda model: model | {"merges": model["merges"][::-1]}),
         ("model", lambda model: model | {"vocab": {"a": 0}}),
