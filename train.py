@@ -220,7 +220,7 @@ def main():
     if model.uninitialised:
         print("not drawn by init_weights:", ", ".join(model.uninitialised))
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    run_directory.restore(model, optimizers, scaler, state)
+    run_directory.restore(config, model, optimizers, scaler, state)
     progress = state.get("progress", Progress())
     then, now = optimizers[0].param_groups[0]["lr"], learning_rate(progress.step - 1, config)
     if state and then != now:

@@ -88,11 +88,13 @@ class Processes:
         return parallel
 
     def full_model(self, model: torch.nn.Module, model_class: type) -> torch.nn.Module:
-        """Return the model with whole parameters. All processes call it."""
+        """Return the model with whole parameters, for the first process. All call it."""
         if not self.sharded:
             return model
         state = model.state_dict()
         full = {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
+        if not self.is_main:
+            return model
         whole = model_class(model.config)
         whole.load_state_dict(full)
         return whole

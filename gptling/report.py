@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +62,8 @@ class Report:
 
     def say(self, *columns: str):
         """Print a line that begins with the step of the last report."""
-        print(f"step {self.step}/{self.config.max_iters}", *columns, sep=" | ")
+        last = str(self.config.max_iters)
+        print(f"step {self.step:>{len(last)}}/{last}", *columns, sep=" | ")
 
     def log(self, **entry):
         """Write a line of log.jsonl, and show it elsewhere. An optional package that fails, in
@@ -154,12 +156,12 @@ class Report:
         """Print the best loss and the next command. seconds: since the program's start."""
         if self.run:
             self.run.finish()
-        out_dir = self.config.out_dir
+        out_dir = shlex.quote(self.config.out_dir)
         if stopped:
             print(f"\nStopped at step {self.progress.step}.")
             print(f"Next: python train.py --out_dir={out_dir} --resume")
         elif self.processes.is_main:
-            best = best_checkpoint(out_dir)
+            best = best_checkpoint(self.config.out_dir)
             loss = f"{read_json(best / 'metrics.json')['bits_per_byte']:.3f} bits per byte"
             print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
             print(f"Next: python sample.py {out_dir}")

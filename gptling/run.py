@@ -1,5 +1,7 @@
 """A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
+import hashlib
+import inspect
 import json
 import math
 import shutil
@@ -49,7 +51,12 @@ def best_checkpoint(run: str | Path) -> Path | None:
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
     """Return the plain values and tensors of training_state.pt. Raises UserError."""
-    state = torch.load(checkpoint / "training_state.pt", map_location="cpu", weights_only=True)
+    file = checkpoint / "training_state.pt"
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many classes
+        hint = f"delete {checkpoint} to resume from the one before"
+        raise UserError(f"{file} cannot be read ({type(error).__name__}): {hint}") from None
     if state["format"] != 5:
         raise UserError(f"{checkpoint} is of another version: begin with --init_from={checkpoint}")
     state["progress"] = Progress(**state["progress"])
@@ -60,6 +67,8 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
     """Return a run's saved configuration with the flags that were given, and print what changes.
     Raises UserError for a flag that would make it a different run."""
     names = {field.name for field in fields(config)} - START_FLAGS
+    for name in sorted(saved.keys() - names - START_FLAGS):
+        print(f"{name}: {saved[name]} in the run, unknown to this code")
     saved = {name: value for name, value in saved.items() if name in names}
     changes = {k: v for k, v in given.items() if k in names and v != saved.get(k)}
     for name, value in changes.items():
@@ -94,14 +103,22 @@ class RunDirectory:
             raise UserError(f"{self.path} has all its steps: raise --max_iters={config.max_iters}")
         return config, checkpoints[-1], state
 
-    def restore(self, model, optimizers: list, scaler, state: dict[str, Any]):
-        """Load the state of a resumed run's optimizers and GradScaler."""
+    def restore(self, config: Any, model, optimizers: list, scaler, state: dict[str, Any]):
+        """Load the state of a resumed run's optimizers and GradScaler, and print which code is not
+        the run's. An optimizer of another class starts without a state."""
+        files = [Path(inspect.getfile(type(settings))) for settings in (config, model.config)]
+        self.code = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
-        if state:
-            saved = zip(optimizers, state["optimizers"], state["settings"], strict=True)
-            for optimizer, its_state, (first, last) in saved:
-                load_state(optimizer, model, its_state, first, last)
-            scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # empty: another dtype
+        if not state:
+            return
+        if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
+            print(f"changed since that checkpoint: {', '.join(changed)}")
+        saved = state["code"]["optimizers"], state["optimizers"], state["settings"]
+        for optimizer, name, its_state, settings in zip(optimizers, *saved, strict=False):
+            if name == type(optimizer).__name__:
+                load_state(optimizer, model, its_state, *settings)
+        scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # empty: another dtype
 
     def start(self, config: Any, step: int):
         """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
@@ -135,7 +152,7 @@ class RunDirectory:
         if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": 5, "progress": asdict(progress), "config": asdict(config)}
-        state |= {"data": data.fingerprint, "scaler": scaler.state_dict()}
+        state |= {"data": data.fingerprint, "code": self.code, "scaler": scaler.state_dict()}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
         now = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now

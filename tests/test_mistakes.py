@@ -174,8 +174,8 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "model.safetensors", None, "model.safetensors"),
     (SAMPLE, "model.safetensors", b"short", "model.safetensors is damaged"),
     (SAMPLE, "model.safetensors", math.nan, "logits: other"),
-    (RESUME, "training_state.pt", b"PK\3\4short", "zip archive"),
-    (RESUME, "training_state.pt", Evil(), "Weights only load failed"),
+    (RESUME, "training_state.pt", b"short", "training_state.pt cannot be read"),
+    (RESUME, "training_state.pt", Evil(), "training_state.pt cannot be read"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
     (TRAIN, "val.npy", Evil(), "Python objects"),
 ]

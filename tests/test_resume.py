@@ -27,7 +27,7 @@ from tests.conftest import (
     small,
     weights,
 )
-from train import FIXED, TrainConfig
+from train import FIXED, TrainConfig, configure_optimizers
 
 COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
 RESUME = ["--out_dir=out/mine", "--resume"]
@@ -128,7 +128,7 @@ def saver(directory):
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
     scaler, config = torch.amp.GradScaler("cpu", enabled=False), small(keep_last=1)
-    run.restore(model, [], scaler, {})
+    run.restore(config, model, [], scaler, {})
     progress = runs.Progress()
     return lambda metrics: run.save(metrics, model, model, [], scaler, progress, config, data)
 
@@ -217,12 +217,13 @@ def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
         resumed_config(small(), saved, {flag: value}, FIXED)
 
 
-def test_flags_of_one_start_are_not_kept():
+def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):
     once = {"allow_changed_model": True, "minutes": 2.0}
     saved = asdict(small(max_iters=7)) | once | {"overwrite": True, "ema": 0.9}
     del saved["keep_last"]  # a setting that the run does not have yet
     now = small(resume=True, allow_changed_model=True)
     assert resumed_config(now, saved, {}, FIXED) == replace(now, max_iters=7, warmup_iters=1)
+    assert capsys.readouterr().out == "ema: 0.9 in the run, unknown to this code\n"
 
 
 def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
@@ -310,16 +311,33 @@ def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
         model = GPT(GPTConfig(8, 11, 1, 2, 4))
         params, run = list(model.parameters()), RunDirectory(tmp_path, one_process())
         optimizer = Optimizer([{"params": params[:3]}, {"params": params[3:]}])
-        run.restore(model, [optimizer], scaler, {})
+        run.restore(small(), model, [optimizer], scaler, {})
         for step in range(4):
             if stop and step == 2:
                 rest = runs.Progress(), small(), data
                 run.save({"step": 2}, model, model, [optimizer], scaler, *rest)
                 optimizer = Optimizer(params[::-1])
                 state = load_training_state(tmp_path / "checkpoint-2")
-                run.restore(model, [optimizer], scaler, state)
+                run.restore(small(), model, [optimizer], scaler, state)
             model(idx, idx)[1].backward()
             optimizer.step()
             optimizer.zero_grad()
         ends.append([model.state_dict(), runs.full_state(optimizer, model)])
     assert_equal(*ends)
+
+
+def test_code_that_is_not_the_runs_is_named_and_another_optimizer_starts_without_a_state(
+    finished, capsys
+):
+    state = load_training_state(finished / "out/mine/checkpoint-20")
+    scaler, model = torch.amp.GradScaler("cpu", enabled=False), GPT(GPTConfig(16, 26, 2, 2, 16))
+    run = RunDirectory(finished / "out/mine", one_process())
+    same = configure_optimizers(model, small(weight_decay=0.3))
+    run.restore(small(), model, same, scaler, state)
+    assert capsys.readouterr().out == "" and all(optimizer.state for optimizer in same)
+    assert [g["weight_decay"] for o in same for g in o.param_groups] == [0.3, 0.0, 0.3]
+    state["code"] |= {"train.py": "another", "model.py": "another"}
+    other = Optimizer(model.parameters())
+    run.restore(small(), model, [other], scaler, state)
+    changed = "changed since that checkpoint: train.py, model.py, optimizers\n"
+    assert capsys.readouterr().out == changed and not other.state
