@@ -74,6 +74,8 @@ def read_pieces(source: Path | Iterable[dict], field: str) -> Iterator[str]:
 
 def _records(records, field):
     for record in records:  # JSON can have half of a pair of surrogates, which becomes U+FFFD
+        if field not in record:
+            raise ValueError(f'no "{field}", but --field can be one of {[*record]!s:.200}')
         text = re.sub("\r\n?", "\n", record[field] or "").encode("utf-16", "surrogatepass")
         yield from _pieces([text.decode("utf-16", "replace")])
 

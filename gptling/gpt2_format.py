@@ -30,8 +30,8 @@ GPT2 |= {"add_cross_attention": False, "tie_word_embeddings": True}
 END_OF_TEXT = "<|endoftext|>"
 
 
-def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
-    """Logits (B, T, V) of the GPT-2 with these published tensors (Radford et al. 2019). Raises
+def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx, last_only=False) -> torch.Tensor:
+    """Logits (B, T or 1, V) of the GPT-2 with these published tensors (Radford et al. 2019). Raises
     ValueError if a GPT-2 of its sizes has other tensors."""
     tensors, C = dict(tensors), config.n_embd
 
@@ -56,7 +56,7 @@ def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
         x = x + linear(y, f"{h}.attn.c_proj", C)
         y = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc", 4 * C), approximate="tanh")
         x = x + linear(y, f"{h}.mlp.c_proj", C)
-    logits = norm(x, "ln_f") @ wte.T
+    logits = norm(x[:, -1:] if last_only else x, "ln_f") @ wte.T
     if tensors:
         raise ValueError(f"a GPT-2 has no {min(tensors)}")
     return logits
@@ -86,7 +86,7 @@ def same(logits: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def why_not_gpt2(model: nn.Module, tensors: dict, config) -> tuple[str, torch.Tensor]:
+def why_not_gpt2(model, tensors: dict, config, last_only=False) -> tuple[str, torch.Tensor]:
     """Why the model is not the GPT-2 with these published tensors, or "", and its logits (V,) after
     256 fixed ids, in eval mode and without TF32, so that devices differ by rounding only."""
     training, precision = model.training, torch.get_float32_matmul_precision()
@@ -94,9 +94,9 @@ def why_not_gpt2(model: nn.Module, tensors: dict, config) -> tuple[str, torch.Te
     idx = (31 * i * i + 7 * i + 3)[None] % config.vocab_size  # (1, T)
     torch.set_float32_matmul_precision("highest")
     with torch.autocast(idx.device.type, enabled=False):
-        logits = model.eval()(idx)[0]
+        logits = model.eval()(idx, last_only=last_only)[0]
         try:
-            gpt2 = same(logits, gpt2_logits(tensors, config, idx))
+            gpt2 = same(logits, gpt2_logits(tensors, config, idx, last_only))
             reason = "" if gpt2 else "a GPT-2 with these weights has other logits"
         except ValueError as error:
             reason = str(error)
@@ -151,8 +151,8 @@ def stored_config(model_class: type, stored: dict):
 def load(model_class: type, directory: str | Path, allow_changed=False, **changes):
     """The model that `save` or GPT2LMHeadModel wrote to a directory, in eval mode and float32.
     changes: fields of its config to change, such as dropout=0.1. Prints the tensors that only the
-    model or the file has. Raises RuntimeError for other shapes, and ValueError for other options
-    and, unless allow_changed, for other logits."""
+    model or the file has. Raises ValueError for other shapes or options and, unless allow_changed,
+    for other logits."""
     stored = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
     is_gpt2, config = stored["model_type"] != "gptling", stored_config(model_class, stored)
     if other := {key: v for key, v in stored.items() if is_gpt2 and v != GPT2.get(key, v)}:
@@ -165,11 +165,14 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     model = model_class(replace(config, **changes))
     own = published_tensors(model).keys()
     state = {n: t.T if n.endswith(CONV1D) else t for n, t in tensors.items() if n in own}
-    model.load_state_dict(state, strict=False)
+    try:
+        model.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # a line for each tensor
+        raise ValueError(str(error).splitlines()[-1].strip()) from None
 
     differing = [n for n in own ^ tensors.keys() if n in own or tensors[n].any()]  # but zeros
     names = ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in differing}))
-    reason, logits = why_not_gpt2(model, tensors, config)
+    reason, logits = why_not_gpt2(model, tensors, config, last_only=True)
     unchanged = not reason
     if not is_gpt2:  # without a check, if others have written the file, its tensors have to fit
         unchanged = same(means(logits), torch.tensor(check)) if check else not names

@@ -43,8 +43,8 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         return gpt2_format.load(model_class, path, allow_changed, **changes)
     except SafetensorError as error:
         raise UserError(f"{path}/model.safetensors is damaged ({error}): delete {path}") from None
-    except (OSError, RuntimeError, ValueError) as error:  # PyTorch has a line for each tensor
-        raise UserError(f"{path}: {str(error).splitlines()[-1].strip()}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def build_model(model_class: type, config, data, source: Path | None):

@@ -41,12 +41,12 @@ def test_a_run_prints_what_it_trains_and_its_evaluations(here):
     val = np.load(here / "data/mine/val.npy")[:8].tolist()
     words = load_tokenizer(here / "data/mine").decode(val).split()
     for i, entry in enumerate(evaluations):
-        label = f"step {entry['step']}/20 | "
+        label = f"step {entry['step']:>2}/20 | "
         line = f"{label}validation {losses[i]:.3f} nats per token, {entry['bits_per_byte']:.3f}"
         line += " bits per byte" + " (best)" * (losses[i] == min(losses[: i + 1]))
         assert lines[lines.index(line) + 1].startswith(f"{label}{' '.join(words)} | ")
     assert len(losses) == 4
-    assert [line[:10] for line in lines if "tokens/s" in line] == ["step 1/20 ", "step 20/20"]
+    assert [line[:10] for line in lines if "tokens/s" in line] == ["step  1/20", "step 20/20"]
 
 
 def test_tensorboard_and_a_picture_show_what_the_log_says(here, monkeypatch):
@@ -125,9 +125,9 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
         return lines
 
     start, pace = "| loss 2.346 | lr 0.001 | norm 1.25", "2000 ms | 64 tokens/s"
-    assert lines_of(100, 10.0) == [f"step 100/1007 {start} | {pace} | 1,814 s left"]
+    assert lines_of(100, 10.0) == [f"step  100/1007 {start} | {pace} | 1,814 s left"]
     assert lines_of(105, 9.9) == lines_of(110, 0.05) == []
-    assert lines_of(115, 5.0) == [f"step 115/1007 {start} | 1000 ms | 128 tokens/s | 892 s left"]
+    assert lines_of(115, 5.0) == [f"step  115/1007 {start} | 1000 ms | 128 tokens/s | 892 s left"]
     assert lines_of(120, 9.0) == []
     assert "steps take 9 times as long as the fastest" in lines_of(130, 9.0 * 10)[1]
     assert len(lines_of(140, 9.0 * 20)) == 1
