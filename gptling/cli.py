@@ -1,9 +1,7 @@
 """The command line: flags from the fields of a dataclass, presets, and errors of one line.
 
 A field `top_k: int = 200  # help` is the flag `--top_k=200`, and `resume: bool` is `--resume`,
-`--no-resume` or `--resume=True`. A preset is a flat TOML file, whose keys become flags in front of
-those given: defaults < presets from left to right < flags.
-"""
+`--no-resume` or `--resume=True`. A preset is a flat TOML file: defaults < presets < flags."""
 
 import os
 import re

@@ -5,9 +5,7 @@
     python -m gptling.compare --seeds 5 -- config/shakespeare_char_cpu.toml --max_iters=200
 
 Presets and flags after -- are for train.py on all sides. A patch may add its own in a line
-"# flags: ...", and flags for prepare.py in a line "# prepare: ...". Sides are folders of
-out/compare. Finished runs are kept: after Ctrl-C, the same command continues after the last.
-"""
+"# flags:", and flags for prepare.py in a line "# prepare:". Finished runs are kept."""
 
 import hashlib
 import json

@@ -1,6 +1,5 @@
-"""Fast decoding, for sampling only: a copy of a model whose layers and step are faster.
-
-The copy is used only if its first logits are those of model.py."""
+"""Fast decoding, for sampling only: a copy of a model with faster layers and a faster step, used if
+its first logits are those of model.py."""
 
 import copy
 import sys

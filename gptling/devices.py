@@ -77,6 +77,5 @@ def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> 
     """The share of the GPU's peak that 6 FLOPs a parameter and token are (Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361, without attention's), or None for a GPU that is not listed."""
     peaks = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}  # NVIDIA's, for bfloat16
-    for name in peaks:
-        if name in gpu:
-            return 6 * n_parameters * tokens_per_second / peaks[name]
+    peak = next((peak for name, peak in peaks.items() if name in gpu), None)
+    return peak and 6 * n_parameters * tokens_per_second / peak

@@ -5,8 +5,7 @@
 
 A model that computes what a GPT-2 computes is stored as transformers' GPT2LMHeadModel. Any other
 has another model_type, so that no program takes it for a GPT-2, and 16 numbers of its logits.
-Loading compares model.py's logits with these, or with those of the GPT-2 that is stored.
-"""
+Loading compares model.py's logits with these, or with those of the GPT-2 that is stored."""
 
 import json
 import re

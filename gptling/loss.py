@@ -5,6 +5,7 @@ import copy
 import math
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from gptling.files import UserError
 
@@ -31,6 +32,7 @@ class LossesInPieces(torch.autograd.Function):
         return torch.cat(parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         # One number for all rows, as of a mean, is faster. Either comes before the sum over rows
         # that a weight's gradient is, which could pass float16's 65,504.

@@ -10,8 +10,7 @@ import torch
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon, which orthogonalises equal matrices in one batch, in `dtype`. A parameter
     of three dimensions is a stack of matrices. One with an attribute `matrices`, a list of numbers
-    of rows, is so many matrices on top of each other, as queries, keys and values are. Each process
-    gathers all sharded weights and updates."""
+    of rows, is so many matrices on top of each other, as queries, keys and values are."""
 
     def __init__(self, params, dtype: torch.dtype, lr=0.02, momentum=0.95, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})

@@ -57,10 +57,9 @@ class Processes:
         return tensor
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on this process's device. Each thread has its own current GPU."""
-        if self.device != "cuda":
-            return tensor.to(self.device)
-        return tensor.pin_memory().to(f"cuda:{self.local_rank}", non_blocking=True)
+        """Return the tensor on this process's device."""
+        pinned = tensor.pin_memory() if self.device == "cuda" else tensor
+        return pinned.to(self.device, non_blocking=True)
 
     def wrap(self, model: torch.nn.Module, fsdp: bool, dtype: str) -> torch.nn.Module:
         """Return the module to call instead of the model. Its gradients are the mean over all

@@ -11,7 +11,6 @@ import torch
 
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
-from gptling.files import read_json
 from gptling.run import best_checkpoint
 
 
@@ -137,8 +136,6 @@ class Report:
     def sample(self, model, data, seed: int):
         """Print two lines of text from the model, which continue the first tokens of the validation
         text: "tokens | continuation"."""
-        if not (self.processes.is_main or self.processes.sharded):  # shards need all processes
-            return
         decode, ids = data.tokenizer.decode, data.val[:8].tolist()
         idx = torch.tensor([ids], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
@@ -162,8 +159,9 @@ class Report:
             print(f"Next: python train.py --out_dir={out_dir} --resume")
         elif self.processes.is_main:
             best = best_checkpoint(self.config.out_dir)
-            loss = f"{read_json(best / 'metrics.json')['bits_per_byte']:.3f} bits per byte"
-            print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
+            metrics = json.loads((best / "metrics.json").read_text("utf-8"))
+            bits = f"{metrics['bits_per_byte']:.3f} bits per byte"
+            print(f"\nDone in {seconds:.0f} s. Best: {bits}, saved in {best}")
             print(f"Next: python sample.py {out_dir}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gptling.files import UserError, lock_directory, new_directory, read_json, replace
+from gptling.files import UserError, lock_directory, new_directory, replace
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
@@ -43,7 +43,7 @@ def best_checkpoint(run: str | Path) -> Path | None:
     a last evaluation that covers more than those before, the loss over their tokens counts."""
 
     def loss(checkpoint):
-        metrics = read_json(checkpoint / "metrics.json")
+        metrics = json.loads((checkpoint / "metrics.json").read_text("utf-8"))
         return metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
 
     return min(list_checkpoints(run)[::-1], key=loss, default=None)
@@ -51,12 +51,11 @@ def best_checkpoint(run: str | Path) -> Path | None:
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
     """Return the plain values and tensors of training_state.pt. Raises UserError."""
-    file = checkpoint / "training_state.pt"
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(checkpoint / "training_state.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # of many classes
         hint = f"delete {checkpoint} to resume from the one before"
-        raise UserError(f"{file} cannot be read ({type(error).__name__}): {hint}") from None
+        raise UserError(f"training_state.pt cannot be read ({error!r:.60}): {hint}") from None
     if state["format"] != 5:
         raise UserError(f"{checkpoint} is of another version: begin with --init_from={checkpoint}")
     state["progress"] = Progress(**state["progress"])

@@ -1,8 +1,5 @@
 """Tokenizers: each is a tiktoken.Encoding, stored as Hugging Face's tokenizer.json.
-
-References: https://github.com/openai/tiktoken, https://huggingface.co/docs/tokenizers, and
-Sennrich et al. 2016, byte-pair encoding, https://arxiv.org/abs/1508.07909
-"""
+Byte-pair encoding: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909"""
 
 import functools
 import json
@@ -102,9 +99,7 @@ def train_bpe(texts: Iterable[str], size: int) -> tiktoken.Encoding:
     return _to_tiktoken("bpe", BPE_PATTERN, bpe)
 
 
-def build_tokenizer(
-    kind: str, texts: Iterable[str] = (), vocab_size: int = 0, end_of_text: bool = True
-) -> tiktoken.Encoding:
+def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_text=True):
     """Make one of TOKENIZERS from the texts, or get one of tiktoken's. Raises UserError."""
     size = vocab_size or 4096
     if kind == "auto" and not vocab_size:
@@ -124,7 +119,7 @@ def build_tokenizer(
             hint = f"give one of {TOKENIZERS}, gpt2 or a directory"
             raise UserError(f"--tokenizer={kind}: {hint}: {error}") from None
     if vocab_size not in (0, tokenizer.n_vocab):
-        raise UserError(f"--vocab_size={vocab_size}: give {tokenizer.n_vocab}, or a bpe more text")
+        raise UserError(f"--vocab_size={vocab_size}: give {tokenizer.n_vocab}, or more text")
     return tokenizer
 
 
@@ -177,9 +172,7 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     as GPT-2's. Raises UserError if it is missing or if tiktoken would give other ids."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
-        raise UserError(
-            f"{directory}: no tokenizer.json, which transformers' save_pretrained makes"
-        )
+        raise UserError(f"{file} is missing: save_pretrained of transformers' tokenizer makes it")
     try:
         stored = Tokenizer.from_file(str(file))
         words = json.loads(stored.pre_tokenizer.__getstate__())
