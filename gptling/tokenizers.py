@@ -118,8 +118,8 @@ def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_t
         except (OSError, ValueError) as error:  # it cannot be downloaded, or is unknown
             hint = f"give one of {TOKENIZERS}, gpt2 or a directory"
             raise UserError(f"--tokenizer={kind}: {hint}: {error}") from None
-    if vocab_size not in (0, tokenizer.n_vocab):
-        raise UserError(f"--vocab_size={vocab_size}: give {tokenizer.n_vocab}, or more text")
+    if vocab_size not in (0, n := tokenizer.n_vocab):
+        raise UserError(f"--vocab_size={vocab_size}: give {n}, or more text for a bpe")
     return tokenizer
 
 
@@ -172,7 +172,7 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     as GPT-2's. Raises UserError if it is missing or if tiktoken would give other ids."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
-        raise UserError(f"{file} is missing: save_pretrained of transformers' tokenizer makes it")
+        raise UserError(f"{directory}: no tokenizer.json, which save_pretrained() makes")
     try:
         stored = Tokenizer.from_file(str(file))
         words = json.loads(stored.pre_tokenizer.__getstate__())
