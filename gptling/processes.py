@@ -21,7 +21,6 @@ class Processes:
     def __init__(self):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.is_main = self.rank == 0  # writes and prints for all
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")
@@ -38,7 +37,7 @@ class Processes:
         """Choose the device, one GPU per process. Return cpu, cuda or mps. Raises UserError."""
         self.device = pick_device(device)
         if self.device == "cuda":
-            torch.cuda.set_device(self.local_rank)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         return self.device
 
     def all_reduce_max(self, value: int = 0) -> int:
