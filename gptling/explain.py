@@ -53,8 +53,7 @@ def logits_and_attention(model: torch.nn.Module, idx: torch.Tensor):
 @torch.no_grad()
 def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) -> dict:
     """Return the data of the page: the first tokens of a text, whose first n_prompt are the prompt.
-    alternatives: the ten likeliest as [label, probability, whether it is the token]. attention:
-    base64 of 65535 times the lower triangles of the weights in uint16."""
+    attention: base64 of 65535 times the lower triangles of the weights in uint16."""
     shown = ids[: min(256, model.config.block_size)]
     idx, T = torch.tensor([shown]), len(shown)
     logits, weights = logits_and_attention(model, idx)
@@ -75,7 +74,7 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
         "tokens": [visible(decode(token)) for token in shown],
         "probabilities": token_probs[:, 0].tolist(),
         "ranks": ((probs > token_probs).sum(dim=1) + 1).tolist(),
-        "alternatives": [
+        "alternatives": [  # the ten likeliest: [label, probability, whether it is the token]
             [[visible(decode(i)), p, i == token] for i, p in zip(*likeliest, strict=True)]
             for *likeliest, token in rows
         ],

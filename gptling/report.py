@@ -113,8 +113,8 @@ class Report:
         numbers |= dict(zip(("lr", "muon_lr"), rates, strict=False)) | {"norm": float(norm)}
         if mfu := flops_utilisation(speed / self.processes.world_size, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
-        columns = [f"{name} {number:.4g}" for name, number in numbers.items()]
-        columns += [f"{1000 * seconds:.0f} ms", f"{speed:,.0f} tokens/s"]
+        columns = [f"{name} {number:<9.4g}" for name, number in numbers.items()]
+        columns += [f"{1000 * seconds:4.0f} ms", f"{speed:7,.0f} tokens/s"]
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
         if step % self.config.log_interval == 0 or steps_left == 0:
             self.log(step=step, **numbers)
@@ -163,6 +163,7 @@ class Report:
             bits = f"{metrics['bits_per_byte']:.3f} bits per byte"
             print(f"\nDone in {seconds:.0f} s. Best: {bits}, saved in {best}")
             print(f"Next: python sample.py {out_dir}")
+            print(f"      python sample.py {out_dir} --interactive")
 
 
 def print_evaluation(name, data, val_loss: float, bits_per_byte: float, val_tokens: int):
