@@ -11,6 +11,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gptling.cli import UserError, run
+from gptling.files import read_json
 from gptling.gpt2_format import published_tensors
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.tokenizers import END_OF_TEXT, load_tokenizer, tokenizer_to_json
@@ -22,7 +23,7 @@ SPLITS = {r"\p{Lu}": "gpt-4o", r"\p{N}{1,3}": "llama-bpe", r" ?\p{N}+": "gpt-2",
 
 def main():
     source = find_checkpoint(sys.argv[1])
-    model_type = json.loads((source / "config.json").read_text("utf-8"))["model_type"]
+    model_type = read_json(source / "config.json")["model_type"]
     if model_type != "gpt2":
         raise UserError(f"{source}: its architecture is {model_type}, which is not GPT-2's")
     model = load_model(GPT, source)

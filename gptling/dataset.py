@@ -1,7 +1,6 @@
 """data/NAME as training reads it, in sequences of block_size tokens. The batch of a step is a pure
 function of (seed, step), so a checkpoint has no state of a loader."""
 
-import json
 import math
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gptling.files import UserError
+from gptling.files import UserError, read_json
 from gptling.tokenizers import bytes_per_token, load_tokenizer
 
 
@@ -23,7 +22,7 @@ class Dataset:
             others = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
             remedy = f"python prepare.py YOUR.txt --name={name}, or --dataset from {others}"
             raise UserError(f"{directory} has no prepared text: {remedy}")
-        self.fingerprint = json.loads((directory / "meta.json").read_text("utf-8"))["sha256"]
+        self.fingerprint = read_json(directory / "meta.json")["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
         self.train = [np.load(f, mmap_mode="r") for f in sorted(directory.glob("train-*.npy"))]

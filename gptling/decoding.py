@@ -61,13 +61,13 @@ def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
 def use_onednn(model: nn.Module):
     """Compute each nn.Linear by oneDNN, with the weight in its own layout, made once: for a single
     row F.linear does not reach a CPU's memory speed. Subclasses may compute something else."""
+    linear = torch.ops.mkldnn._linear_pointwise
     options = {"attr": "none", "scalars": [], "algorithm": ""}
     for module in model.modules():
         if type(module) is nn.Linear:
             weight = module._parameters.pop("weight").detach()
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-            linear = partial(torch.ops.mkldnn._linear_pointwise, W=packed, B=module.bias, **options)
-            module.forward = linear
+            module.forward = partial(linear, W=packed, B=module.bias, **options)
 
 
 def compile_step(model: nn.Module):

@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, the lock of a directory, and mistakes of the user's."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,11 @@ def replace(path: Path, content: bytes):
     temporary.write_bytes(content)
     sync(temporary)
     temporary.replace(path)
+
+
+def read_json(file: Path) -> dict:
+    """Return the JSON object in a file."""
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def lock_directory(directory: Path) -> filelock.FileLock:

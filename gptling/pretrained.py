@@ -1,6 +1,5 @@
 """Models by name: a checkpoint, a run, or a GPT-2 of the hub."""
 
-import json
 import os
 import re
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from gptling import gpt2_format
-from gptling.files import UserError
+from gptling.files import UserError, read_json
 from gptling.run import best_checkpoint, list_checkpoints
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
@@ -22,7 +21,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
         raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
     path = Path(path or runs[-1]).expanduser()
     if checkpoints := list_checkpoints(path):
-        stopped = '"val_loss"' not in (checkpoints[-1] / "metrics.json").read_text("utf-8")
+        stopped = "val_loss" not in read_json(checkpoints[-1] / "metrics.json")
         return checkpoints[-1] if stopped else best_checkpoint(path)
     if (path / "config.json").is_file():
         return path
@@ -69,8 +68,7 @@ def build_model(model_class: type, config, data, source: Path | None):
 def take_sizes(config, given: dict, model_class: type, source: Path) -> int:
     """Copy a checkpoint's sizes that no flag gives to train.py's configuration. Returns its
     block_size. Raises UserError for a size that it cannot have."""
-    stored = json.loads((source / "config.json").read_text("utf-8"))
-    stored = vars(gpt2_format.stored_config(model_class, stored))
+    stored = vars(gpt2_format.stored_config(model_class, read_json(source / "config.json")))
     for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
         setattr(config, name, stored[name])
     if config.eval_only and config.block_size is None:

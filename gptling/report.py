@@ -11,6 +11,7 @@ import torch
 
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
+from gptling.files import read_json
 from gptling.run import best_checkpoint
 
 
@@ -159,8 +160,7 @@ class Report:
             print(f"Next: python train.py --out_dir={out_dir} --resume")
         elif self.processes.is_main:
             best = best_checkpoint(self.config.out_dir)
-            metrics = json.loads((best / "metrics.json").read_text("utf-8"))
-            bits = f"{metrics['bits_per_byte']:.3f} bits per byte"
+            bits = f"{read_json(best / 'metrics.json')['bits_per_byte']:.3f} bits per byte"
             print(f"\nDone in {seconds:.0f} s. Best: {bits}, saved in {best}")
             print(f"Next: python sample.py {out_dir}")
             print(f"      python sample.py {out_dir} --interactive")

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gptling.files import UserError, lock_directory, new_directory, replace
+from gptling.files import UserError, lock_directory, new_directory, read_json, replace
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
+FORMAT = 5  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "minutes", "out_dir"}
 START_FLAGS |= {"allow_changed_model", "vocab_size"}
@@ -43,7 +44,7 @@ def best_checkpoint(run: str | Path) -> Path | None:
     a last evaluation that covers more than those before, the loss over their tokens counts."""
 
     def loss(checkpoint):
-        metrics = json.loads((checkpoint / "metrics.json").read_text("utf-8"))
+        metrics = read_json(checkpoint / "metrics.json")
         return metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
 
     return min(list_checkpoints(run)[::-1], key=loss, default=None)
@@ -56,7 +57,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
     except Exception as error:  # of many classes
         hint = f"delete {checkpoint} to resume from the one before"
         raise UserError(f"training_state.pt cannot be read ({error!r:.60}): {hint}") from None
-    if state["format"] != 5:
+    if state["format"] != FORMAT:
         raise UserError(f"{checkpoint} is of another version: begin with --init_from={checkpoint}")
     state["progress"] = Progress(**state["progress"])
     return state
@@ -150,7 +151,7 @@ class RunDirectory:
         All processes call it and the first one writes."""
         if not (self.processes.is_main or self.processes.sharded):
             return
-        state = {"format": 5, "progress": asdict(progress), "config": asdict(config)}
+        state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "code": self.code, "scaler": scaler.state_dict()}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
         now = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
