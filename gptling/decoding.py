@@ -19,8 +19,9 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
     copy fails or gives other logits: the model itself, with a line on standard error. They share
     tensors. rows: of the batch to come. On CUDA the copy writes one batch at a time."""
     weight = next(model.parameters())
-    if compile and weight.is_cpu and model.config.n_embd >= WIDE:
-        print(f"--compile: on a CPU it only helps if n_embd is below {WIDE}", file=sys.stderr)
+    wide = model.config.n_embd >= WIDE
+    if compile and weight.is_cpu and wide and weight.dtype == torch.float32:
+        print("--compile: a CPU is no faster by it for wide models in float32", file=sys.stderr)
         compile = False
     n = rows * min(16, model.config.block_size)
     tokens = torch.arange(n, device=weight.device).view(rows, -1) % model.config.vocab_size
@@ -72,6 +73,7 @@ def use_onednn(model: nn.Module):
 
 def compile_step(model: nn.Module):
     """Compile the step of one token, for any length of the cache and of the padding_mask."""
+    torch._inductor.config.freezing = model.config.n_embd >= WIDE  # weights in oneDNN's layout
     plain, compiled = model.next_logits, torch.compile(model.next_logits, dynamic=True)
 
     def next_logits(idx, padding_mask, cache):

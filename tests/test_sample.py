@@ -217,10 +217,16 @@ def test_a_compiled_step_is_the_plain_one(backend, padded, monkeypatch):
     assert counters["unique_graphs"] == before + 1 + padded  # one more has a mask
 
 
-def test_a_wide_model_is_not_compiled_on_a_cpu(monkeypatch, capsys):
+def test_a_wide_model_in_float32_is_not_compiled_on_a_cpu(monkeypatch, capsys):
     monkeypatch.setattr("torch.compile", None)
     check_speed_up(random_model(n_embd=256), compile=True)
-    assert "--compile: on a CPU" in capsys.readouterr().err
+    assert "--compile: a CPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_wide_model_in_bfloat16_is_compiled_with_its_weights(padded):
+    check_speed_up(random_model(n_embd=256).bfloat16(), padded, compile=True)
 
 
 @pytest.mark.slow
