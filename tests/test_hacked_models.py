@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -425,7 +426,8 @@ def test_a_deliberate_change_resumes_from_weights_of_another_model(run):
     run((), "train", *TRAIN)
     error = run((RELU,), "train", *RESUME, "--max_iters=8", code=1)
     assert "computes something else" in error and "--allow_changed_model" in error
-    run((RELU,), "train", *RESUME, "--max_iters=8", "--allow_changed_model")
+    said = run((RELU,), "train", *RESUME, "--max_iters=8", "--allow_changed_model")
+    assert "in only one: none; logits: other\nchanged since that checkpoint: model.py\n" in said
     run((RELU,), "sample", "out/mine", "--max_new_tokens=3")
     assert "computes something else" in run((), "sample", "out/mine", code=1)
 
@@ -463,6 +465,12 @@ def test_a_patch_is_one_idea_with_its_source_in_one_file(patch):
     table = (ROOT / "docs" / "experiments" / "README.md").read_text(encoding="utf-8")
     assert f"| [{patch.stem}]({patch.name}) | +{added} -{removed} |" in table
     subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, check=True)
+
+
+def test_try_model_needs_no_pytest(monkeypatch):
+    for name in ("pytest", "tests.conftest"):
+        monkeypatch.setitem(sys.modules, name, None)  # which makes its import an error
+    runpy.run_path(try_model.__file__)
 
 
 @SLOW
