@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -222,16 +223,20 @@ def test_torchrun_that_is_stopped_saves_a_checkpoint(here):
 
 @pytest.mark.slow
 def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
-    """A signal that only one of them gets stops all of them at the same step."""
+    """Also on two machines. A signal that only one gets stops all of them at the same step."""
     flags = [*FLAGS, "--eval_interval=5", "--auto_resume"]
 
     def two(name, dies, **more):
         return torchrun("script.py", *flags, f"--out_dir=out/{name}", cwd=here, DIES=dies, **more)
 
-    restarted = two("restarted", "1 12 SIGKILL", options=["--max-restarts=1"])
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    node = ["--nnodes=2", "--nproc_per_node=1", f"--rdzv_endpoint=localhost:{port}"]
+    more = {"options": [*node, "--max-restarts=2"], "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    nodes = [two("restarted", "1 12 SIGKILL", **more) for _ in range(2)]
+    output = "".join(map(finish, nodes))
+    assert "from step 10" in output and "max_iters" not in output
     finish(two("whole", "9 9 SIGKILL"))
-    output = finish(restarted)
-    assert output.count("from step 10") == 1 and "max_iters" not in output
     assert largest_difference(weights(here / "out/whole"), weights(here / "out/restarted")) == 0
     assert losses(here / "out/whole") == losses(here / "out/restarted")
     finish(two("dead", "1 12 SIGKILL"), code=1)
