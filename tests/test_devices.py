@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import runpy
 import subprocess
 import sys
 from unittest import mock
@@ -105,10 +106,10 @@ def test_threads_spin_on_an_idle_machine_and_sleep_soon_beside_a_busy_program(
         (tmp_path / "loadavg").write_text(f"9.00 9.00 9.00 {next(counts)}/99 1234\n")
 
     monkeypatch.setattr("os.environ", dict(environment))
-    monkeypatch.setattr(threads, "LOAD", tmp_path / "loadavg")
     monkeypatch.setattr("time.sleep", pass_time)
     pass_time(0)
-    threads.limit_spinning()
+    with mock.patch("pathlib.Path", lambda _: tmp_path / "loadavg"):
+        runpy.run_path(threads.__file__)  # as an import does
     assert os.environ.get("GOMP_SPINCOUNT") == expected
 
 

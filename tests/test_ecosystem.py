@@ -21,7 +21,8 @@ from gptling.run import best_checkpoint
 from gptling.tokenizers import build_tokenizer, encode, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
-from tests.conftest import ROOT, output_of
+from tests.conftest import ROOT, output_of, run_script
+from tests.test_mistakes import Evil
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install -e '.[test]' brings transformers"
@@ -257,3 +258,6 @@ def test_a_checkpoint_of_nanogpt_becomes_one_of_ours(here):
     idx = torch.randint(n_vocab, (2, 16))
     torch.testing.assert_close(load(GPT, here / "out/nano")(idx)[0], model(idx)[0])
     assert output_of("sample.py", "out/nano", "--max_new_tokens=5", cwd=here)
+    torch.save({"model": Evil()}, here / "ckpt.pt")
+    assert run_script("docs/from_nanogpt.py", "ckpt.pt", "out/evil", cwd=here).returncode == 1
+    assert not (here / "ran").exists()  # its code

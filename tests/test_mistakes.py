@@ -43,7 +43,7 @@ MISTAKES = [
     ("prepare.py empty.txt", "empty.txt"),
     ("prepare.py short.txt", "data/short", "more text"),
     ("prepare.py latin.txt", "latin.txt", "0xe9", "UTF-8"),
-    ("prepare.py bad.jsonl", "bad.jsonl", "text"),
+    ("prepare.py bad.jsonl", "bad.jsonl", "text", "--field can be one of ['txt']"),
     ("prepare.py cut.jsonl.gz", "cut.jsonl.gz"),
     ("prepare.py pictures", "pictures", "text"),
     ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),

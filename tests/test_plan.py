@@ -287,6 +287,7 @@ def test_the_time_is_counted_from_the_programs_start():
         ("max_iters = 2\neval_interval = 2\n", [], None, {"n_embd": 128}),
         ("max_iters = 2\nbatch_size = 3\n", ["--minutes=0.5"], 0.5, {"batch_size": 3}),
         ("minutes = 0.5\n", [], 0.5, {}),
+        ("max_iters = 2\n", ["--init_from=out/first"], None, {"learning_rate": 0.001}),
         ("", ["--init_from=out/first"], 1, {"n_layer": 2, "n_embd": 16, "block_size": 16}),
     ],
 )

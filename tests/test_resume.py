@@ -189,6 +189,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
     meta.write_text(re.sub('"sha256": "..', '"sha256": "00', text))
     flags = [*RESUME, "--max_iters=25", "--learning_rate=5e-3", "--dataset=better name"]
     flags += ["--warmup_iters=30", "--weight_decay=0.3"]
+    flags += ["--batch_size=2", "--gradient_accumulation_steps=2"]
     process = train(*flags, cwd=finished)
     assert process.returncode == 1 and b"is not what out/mine was trained on" in process.stderr
     meta.write_text(text)
@@ -196,6 +197,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
     output = process.stdout.decode()
     assert process.returncode == 0, process.stderr
     assert "max_iters: 20 -> 25" in output and "learning_rate: 0.01 -> 0.005" in output
+    assert "batch_size: 4 -> 2" in output and "gradient_accumulation_steps: 1 -> 2" in output
     assert "dataset: mine -> better name" in output and "n_embd" not in output
     assert "--warmup_iters=30: the run ends first, at 25" in output
     assert "the learning rate jumps from 0.001 to 0.00333 at step 20" in output

@@ -128,6 +128,7 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
     monkeypatch.setattr(kinds, "BPE_SAMPLE", 50_000)
     sample, n_bytes = kinds.draw_sample(texts)
     assert n_bytes == len(whole.encode()) and 20_000 < sum(map(len, sample)) <= 50_000
+    assert max(map(len, sample)) == 1000  # no longer words, on which training is slow
     places = [whole.index(piece) / len(whole) for piece in sample]
     assert min(places) < 0.2 and max(places) > 0.8 and 0.45 < sum(places) / len(places) < 0.55
     assert sample == kinds.draw_sample(iter(texts))[0]
