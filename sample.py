@@ -23,11 +23,10 @@ import torch
 import tyro
 
 from gptling.cli import Empty, PositiveInt, UserError, check_numbers, load, run
-from gptling.decoding import WIDE, speed_up
+from gptling.decoding import WIDE, Sample, print_in_order, speed_up
 from gptling.devices import cast_parameters, pick_device, pick_dtype
 from gptling.explain import explain, write_page
 from gptling.pretrained import find_checkpoint, load_model
-from gptling.streaming import Sample, print_in_order
 from gptling.tokenizers import encode, load_tokenizer, start_token
 from model import GPT, next_token_probs
 

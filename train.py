@@ -159,10 +159,8 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     model, device = build_model(GPT, config, data, source), processes.device
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
-    compile = config.compile
-    if compile == "auto":
-        long = config.minutes > 2 if config.minutes else config.max_iters > 1000
-        compile = device == "cuda" and long
+    long = config.minutes > 2 if config.minutes else config.max_iters > 1000
+    compile = device == "cuda" and long if config.compile == "auto" else config.compile
     rows = micro_batches(config, processes.world_size)[0] * config.block_size
     use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
@@ -217,8 +215,10 @@ def main():
     if config.eval_only:
         metrics = evaluate(parallel, data, config.batch_size, processes, autocast)
         return print_evaluation(source, data, **metrics)
-    if model.uninitialised:
-        print("not drawn by init_weights:", ", ".join(model.uninitialised))
+    for optimizer in optimizers:
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        if names := [n for n in model.uninitialised if model.get_parameter(n) in mine]:
+            print(f"not drawn by init_weights, for {type(optimizer).__name__}: {', '.join(names)}")
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     run_directory.restore(config, model, optimizers, scaler, state)
     progress = state.get("progress", Progress())

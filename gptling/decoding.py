@@ -1,6 +1,7 @@
 """Fast decoding, for sampling only: a copy of a model with faster layers and a faster step, used if
-its first logits are those of model.py."""
+its first logits are those of model.py. And text as its tokens are drawn: whole characters."""
 
+import codecs
 import copy
 import sys
 from functools import partial
@@ -19,8 +20,7 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
     copy fails or gives other logits: the model itself, with a line on standard error. They share
     tensors. rows: of the batch to come. On CUDA the copy writes one batch at a time."""
     weight = next(model.parameters())
-    wide = model.config.n_embd >= WIDE
-    if compile and weight.is_cpu and wide and weight.dtype == torch.float32:
+    if compile and weight.is_cpu and weight.dtype == torch.float32 and model.config.n_embd >= WIDE:
         print("--compile: a CPU is no faster by it for wide models in float32", file=sys.stderr)
         compile = False
     n = rows * min(16, model.config.block_size)
@@ -62,13 +62,12 @@ def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
 def use_onednn(model: nn.Module):
     """Compute each nn.Linear by oneDNN, with the weight in its own layout, made once: for a single
     row F.linear does not reach a CPU's memory speed. Subclasses may compute something else."""
-    linear = torch.ops.mkldnn._linear_pointwise
-    options = {"attr": "none", "scalars": [], "algorithm": ""}
+    linear = partial(torch.ops.mkldnn._linear_pointwise, attr="none", scalars=[], algorithm="")
     for module in model.modules():
         if type(module) is nn.Linear:
             weight = module._parameters.pop("weight").detach()
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-            module.forward = partial(linear, W=packed, B=module.bias, **options)
+            module.forward = partial(linear, W=packed, B=module.bias)
 
 
 def compile_step(model: nn.Module):
@@ -112,8 +111,6 @@ class GraphedStep:
         if self.logits is None or self.logits.size(0) != idx.size(0):
             self.capture(idx, cache)
         if cache is not self.cache:  # a new text, whose cache is this one's from now on
-            if cache[0].k is self.static[0].k:
-                raise RuntimeError("the text was interrupted by another one of the same model")
             for mine, theirs in zip(self.static, cache, strict=True):
                 mine.k[:, :, :past] = theirs.k[:, :, :past]  # the rest is not initialised
                 mine.v[:, :, :past] = theirs.v[:, :, :past]
@@ -147,3 +144,43 @@ class GraphedStep:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.logits = run()
+
+
+class Sample:
+    """A text as it is drawn. `unprinted` has whole characters, and nothing from a stop text on."""
+
+    def __init__(self, prompt: str, ids: list[int], stop: tuple[str, ...] = ()):
+        self.ids, self.n_prompt, self.unprinted = list(ids), len(ids), prompt
+        self.stop, self.ended = stop, False
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held = ""  # the last characters, with which a stop text may begin
+
+    def add(self, token: int, tokenizer):
+        """Add the next token. A special token ends the text."""
+        if not self.ended:
+            self.ids.append(token)
+            end = token in tokenizer._special_tokens.values()
+            self.feed(b"" if end else tokenizer.decode_single_token_bytes(token), final=end)
+
+    def feed(self, raw: bytes, final: bool = False):
+        """Add the next bytes, all that there are if `final`. Nothing follows the end."""
+        if self.ended:
+            return
+        text = self.held + self.decoder.decode(raw, final)
+        ends = [text.find(stop) for stop in self.stop if stop in text]
+        self.ended = final or bool(ends)
+        n_held = 0 if final else min(len(text), max(map(len, self.stop), default=1) - 1)
+        end = min(ends, default=len(text) - n_held)
+        self.unprinted += text[:end]
+        self.held = text[end:]
+
+
+def print_in_order(waiting: list[Sample]):
+    """Print what is new of the first sample. If it has ended, take it and print the one after."""
+    while waiting:
+        print(waiting[0].unprinted, end="", flush=True)
+        waiting[0].unprinted = ""
+        if not waiting[0].ended:
+            return
+        del waiting[0]
+        print("\n---" if waiting else "", flush=True)

@@ -22,7 +22,8 @@ class Muon(torch.optim.Optimizer):
             lr, momentum = group["lr"], group["momentum"]
             batches = {}  # (rows, columns): [(weight, update)], parts of parameters
             gathered = []  # (sharded parameter, the whole of it)
-            for p in group["params"]:
+            names = group.get("param_names", group["params"])
+            for name, p in zip(names, group["params"], strict=True):
                 if p.grad is None:
                     continue
                 if not self.state[p]:
@@ -33,7 +34,10 @@ class Muon(torch.optim.Optimizer):
                 if hasattr(p, "full_tensor"):
                     weight, update = p.full_tensor(), update.full_tensor()
                     gathered.append((p, weight))
-                rows = getattr(p, "matrices", [p.size(-2)]) * weight[..., 0, 0].numel()
+                rows = getattr(p, "matrices", [p.size(-2)])
+                if sum(rows) != p.size(-2):
+                    raise ValueError(f"{name}: .matrices {rows} of {p.size(-2)} rows")
+                rows = rows * weight[..., 0, 0].numel()
                 parts = (t.view(-1, p.size(-1)).split(rows) for t in (weight, update))
                 for part in zip(*parts, strict=True):
                     batches.setdefault(part[0].shape, []).append(part)

@@ -135,8 +135,7 @@ class Report:
         self.say(f"validation {metrics['val_loss']:.3f} nats per token, {bits}")
 
     def sample(self, model, data, seed: int):
-        """Print two lines of text from the model, which continue the first tokens of the validation
-        text: "tokens | continuation"."""
+        """Print the validation text's first tokens, a bar, and two lines of the model's text."""
         decode, ids = data.tokenizer.decode, data.val[:8].tolist()
         idx = torch.tensor([ids], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)

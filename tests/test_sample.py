@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from gptling import decoding
-from gptling.decoding import GraphedStep, speed_up
+from gptling.decoding import GraphedStep, Sample, speed_up
 from gptling.gpt2_format import save
-from gptling.streaming import Sample
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from tests.conftest import output_of, run_here, run_script
@@ -289,16 +288,6 @@ def test_a_graph_of_a_step_changes_no_text(padded):
     for _ in range(2):
         assert torch.equal(draw(fast, idx, 100, padding_mask=mask), expected)
     assert fast.next_logits.replays > 130
-
-
-def test_two_texts_in_turns_are_those_of_each_alone_or_an_error():
-    """A graph has one cache."""
-    fast, (one, other) = graphed(), torch.randint(97, (2, 1, 8))
-    expected = draw(fast, one, 6, temperature=0.0).tolist()
-    texts = [fast.generate(idx, 6, temperature=0.0) for idx in (one, other)]
-    with pytest.raises(RuntimeError, match="interrupted by another"):
-        for tokens in zip(*texts, strict=True):
-            assert tokens[0].item() == expected.pop(0)
 
 
 # ---------------------------------------------------------------------------- streams
