@@ -65,7 +65,7 @@ def test_seeds_reproduce_and_samples_differ(trained):
 
 def test_prompts_of_a_file_give_what_each_gives_alone(trained, tmp_path):
     prompts = ["7 gr", "the wall", "1"]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    (tmp_path / "prompts.txt").write_bytes("\r\n".join([*prompts, ""]).encode())
     common = ["out/mine", "--max_new_tokens=40"]
     batch = output_of("sample.py", *common, f"--prompts={tmp_path / 'prompts.txt'}", cwd=trained)
     alone = [output_of("sample.py", *common, "--prompt", prompt, cwd=trained) for prompt in prompts]
