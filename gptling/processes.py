@@ -26,9 +26,13 @@ class Processes:
             sys.stdout = open(os.devnull, "w")
         if self.world_size > 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others
+            # torchrun keeps the keys of processes that died. A machine counts its restarts alone.
+            store, rank, world_size = next(dist.rendezvous("env://"))
+            if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             # Decisions travel between CPUs, so that no GPU waits for them.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
     def use_device(self, device: str) -> str:
         """Choose the device, one GPU per process. Return cpu, cuda or mps. Raises UserError."""
