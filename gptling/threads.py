@@ -6,20 +6,13 @@ import os
 import time
 from pathlib import Path
 
-LOAD = Path("/proc/loadavg")  # Linux
-
-
-def limit_spinning():
-    """Set GOMP_SPINCOUNT, if others compute for 0.3 seconds and you have set nothing yourself."""
-    if {"GOMP_SPINCOUNT", "OMP_NUM_THREADS"} & os.environ.keys() or not LOAD.exists():
-        return
+load = Path("/proc/loadavg")  # Linux's
+if load.exists() and not {"GOMP_SPINCOUNT", "OMP_NUM_THREADS"} & os.environ.keys():
     for _ in range(10):
         time.sleep(0.03)
-        if LOAD.read_text().split()[3].startswith("1/"):  # only this thread is running
-            return
-    os.environ["GOMP_SPINCOUNT"] = "1000"
-
-
-limit_spinning()
+        if load.read_text().split()[3].startswith("1/"):  # only this thread is running
+            break
+    else:  # others have computed for 0.3 seconds
+        os.environ["GOMP_SPINCOUNT"] = "1000"
 if "WORLD_SIZE" in os.environ:  # of torchrun: DDP warns of find_unused_parameters
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
