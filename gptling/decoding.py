@@ -21,7 +21,7 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
     tensors. rows: of the batch to come. On CUDA the copy writes one batch at a time."""
     weight = next(model.parameters())
     if compile and weight.is_cpu and weight.dtype == torch.float32 and model.config.n_embd >= WIDE:
-        print("--compile: a CPU is no faster by it for wide models in float32", file=sys.stderr)
+        print("--compile: no help on a CPU for wide models in float32", file=sys.stderr)
         compile = False
     n = rows * min(16, model.config.block_size)
     tokens = torch.arange(n, device=weight.device).view(rows, -1) % model.config.vocab_size
