@@ -92,7 +92,7 @@ def test_buffers_keep_their_digits_where_parameters_are_cast():
     [
         ([1], {}, None),
         ([3, 3, 3, 3, 1], {}, None),  # a short burst is no busy program
-        ([2, 4, 3], {}, "1000"),
+        ([2, 14, 3], {}, "1000"),
         ([2], {"GOMP_SPINCOUNT": "7"}, "7"),
         ([2], {"OMP_NUM_THREADS": "1"}, None),  # one thread waits for nobody
     ],

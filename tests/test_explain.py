@@ -164,6 +164,7 @@ def test_a_long_text_is_cut_at_the_window_and_the_page_says_so(n_prompt, n):
     assert data["tokens"] == [chr(i) for i in ids[:16]] and data["n_prompt"] == min(n_prompt, 16)
     assert data["omitted"] == max(0, n - 16)
     torch.testing.assert_close(read_weights(data), attention_of(model, ids[:16]), **CLOSE)
+    assert explain(random_model(block_size=300), BYTES, 299 * [65], 1)["omitted"] == 299 - 256
 
 
 def test_a_page_shows_float32_and_only_the_ids_of_the_tokenizer(tmp_path):

@@ -47,7 +47,7 @@ MISTAKES = [
     ("prepare.py cut.jsonl.gz", "cut.jsonl.gz"),
     ("prepare.py pictures", "pictures", "text"),
     ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),
-    ("prepare.py data/notes --name=notes --overwrite", "data/notes", "another --name"),
+    ("prepare.py data/notes/a.txt --name=notes --overwrite", "data/notes", "another --name"),
     ("prepare.py a.txt --name=../up", "--name", "../up", 2),
     ("prepare.py / --overwrite", "--name", 2),
     ("prepare.py a.txt --tokenizer=bqe", "bqe", "bpe", "char", "byte", "gpt2"),

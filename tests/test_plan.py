@@ -201,16 +201,17 @@ def planner(trained, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "slow, compiles, seconds, n_steps, compiling",
+    "minutes, slow, compiles, seconds, n_steps, compiling",
     [
-        (0.01, False, 3 * 0.016 + 0.02, 21, 0),
-        (0.5, False, 3 * 0.75 + 0.02, 3, 0),  # 3.75 seconds, a quarter of 15
-        (1.5, False, 3 * 1.5 + 0.02, 2, 0),  # the first one allocates
-        (6, True, 3 * 6 + 0.02, 2, 3 * 6 + 0.02),  # the first one compiles
+        (10, 0.01, False, 3 * 0.016 + 0.02, 21, 0),
+        (10, 0.5, False, 3 * 0.75 + 0.02, 3, 0),  # 3.75 seconds, a quarter of 15
+        (1, 0.3, False, 3 * 0.45 + 0.02, 3, 0),  # 1.5 seconds
+        (10, 1.5, False, 3 * 1.5 + 0.02, 2, 0),  # the first one allocates
+        (10, 6, True, 3 * 6 + 0.02, 2, 3 * 6 + 0.02),  # the first one compiles
     ],
 )
 def test_a_step_is_all_its_micro_batches_and_an_update(
-    slow, compiles, seconds, n_steps, compiling, planner, monkeypatch
+    minutes, slow, compiles, seconds, n_steps, compiling, planner, monkeypatch
 ):
     clock, steps, shapes, resets = planner.clock, [], set(), []
     monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(True))
@@ -235,13 +236,13 @@ def test_a_step_is_all_its_micro_batches_and_an_update(
     model = Model(1, 1)
     optimizers = [Optimizer(model.parameters())]
     compiled = (lambda *batch: model(*batch)) if compiles else model
-    planner.set_up = build
+    planner.set_up, planner.config.minutes = build, minutes
     fields = {"n_embd": 48, "batch_size": 5, "block_size": 8, "gradient_accumulation_steps": 3}
     assert planner.time_step(fields) == pytest.approx(seconds)
     assert len(steps) == n_steps and shapes == {(5, 8)} and len(resets) == compiles
     assert planner.compiling == pytest.approx(compiling)
     spent = clock[0] - 40  # since the program's start; the run compiles, too
-    assert planner.seconds_left() == pytest.approx(600 - spent - compiling)
+    assert planner.seconds_left() == pytest.approx(60 * minutes - spent - compiling)
 
 
 # ------------------------------------------------------------ planned runs
@@ -325,11 +326,11 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
 
 def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, train_here, monkeypatch):
     monkeypatch.setattr("gptling.plan.STARTED", time.perf_counter() - 60)
-    run_here("train.py", *FLAGS, "--batch_size=64", cwd=here)
+    process = run_here("train.py", *FLAGS, "--batch_size=64", cwd=here)
     entry = read_log(here / "out/mine")[-1]
     n = json.loads((here / "data/mine/meta.json").read_text())["val"]["tokens"]
     assert entry["val_tokens"] == n - 1
-    assert entry["comparable_loss"] != entry["val_loss"]
+    assert entry["comparable_loss"] != entry["val_loss"] and b"(best)" in process.stdout
 
 
 @pytest.mark.slow

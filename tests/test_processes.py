@@ -133,18 +133,21 @@ def test_a_second_signal_ends_a_single_process_at_once(number, monkeypatch):
         assert (handlers[number] == signal.SIG_DFL) == (processes == 1)
 
 
-def test_two_processes_give_the_weights_of_one(here):
+def test_two_processes_give_the_weights_of_one_also_in_shards(here):
     """The same micro-batches with the same dropout; the losses of the log are those of all, also if
     they have other numbers of targets."""
     flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=4", "--dropout=0.3"]
-    flags += ["--max_iters=3"]
+    flags += ["--max_iters=3", "--optimizer=muon"]
     options = {"cwd": here, "FLOAT64": "1", "MASKED": "1"}
     two = torchrun("script.py", *flags, "--out_dir=out/two", **options)
+    shards = torchrun("script.py", *flags, "--out_dir=out/shards", "--fsdp", **options)
     output_of(here / "script.py", *flags, "--out_dir=out/one", **options)
+    finish(shards)
     assert finish(two).count("2 processes") == 1  # the first one prints
-    one, two = (weights(here / "out" / name, step=3) for name in ("one", "two"))
-    assert largest_difference(one, two) < 1e-12
-    assert_close(losses(here / "out/one"), losses(here / "out/two"), 1e-12)
+    for name in ("two", "shards"):
+        one, other = (weights(here / "out" / run, step=3) for run in ("one", name))
+        assert largest_difference(one, other) < 1e-12, name
+        assert_close(losses(here / "out/one"), losses(here / "out" / name), 1e-12)
     entry = read_log(here / "out/two")[0]
     tokens = entry["tokens_per_s"] * entry["ms"] / 1000  # of all processes
     assert tokens == pytest.approx(2 * 4 * 16, rel=1e-6)

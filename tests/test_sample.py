@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 from unittest import mock
 
 import pytest
@@ -58,7 +59,7 @@ def test_seeds_reproduce_and_samples_differ(trained):
 
     first = sample("--seed=5", "--num_samples=2").split("\n---\n")
     assert first[0] != first[1]
-    assert sample("--seed=5") == first[0] + "\n"
+    assert sample("--seed=5", "--temperature=0.8") == first[0] + "\n"
     assert sample("--seed=6") == first[1]
     assert sample("--temperature=0", "--seed=5") == sample("--temperature=0", "--seed=6")
 
@@ -97,12 +98,12 @@ def test_output_is_valid_utf8_whatever_the_locale(tmp_path):
 
 def test_interactive_mode_completes_one_prompt_after_another(trained):
     """The same prompt gets another text each time; an unknown character ends nothing."""
-    stdin = "12 green\nü\n12 green\n\n3 green\n"
+    stdin = " 12 green\nü\n 12 green\n\n3 green\n"
     arguments = ["out/mine", "--max_new_tokens=40", "--num_samples=2"]
     process = run_script("sample.py", *arguments, "--interactive", cwd=trained, stdin=stdin)
     assert process.returncode == 0 and "'ü'" in process.stderr.decode()
     texts = [
-        output_of("sample.py", *arguments, "--prompt=12 green", f"--seed={seed}", cwd=trained)
+        output_of("sample.py", *arguments, "--prompt= 12 green", f"--seed={seed}", cwd=trained)
         for seed in (1337, 1341)
     ]
     assert process.stdout.decode() == "".join(texts) and texts[0] != texts[1]
@@ -154,6 +155,18 @@ def test_texts_end_in_any_order_and_are_printed_in_theirs(letters):
         expected = [text for text in texts for _ in range(2)]
         assert process.stdout.decode() == "\n---\n".join(expected) + "\n"
     assert f"\n{2 * (6 + 2 + 7 + 4)} tokens in " in process.stderr.decode()
+
+
+def test_a_text_appears_token_by_token_and_nothing_is_drawn_after_its_end(letters, monkeypatch):
+    seen, step = [], NextLetter.next_logits
+
+    def watched(*arguments):
+        seen.append(sys.stdout.buffer.getvalue())
+        return step(*arguments)
+
+    monkeypatch.setattr(NextLetter, "next_logits", watched)
+    run_here("sample.py", letters, "--prompt=abc", cwd=letters)
+    assert seen[-4:] == [b"abc", b"abcd", b"abcde", b"abcdef"]
 
 
 # ---------------------------------------------------------------------------- speed

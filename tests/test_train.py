@@ -266,9 +266,14 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(here, monkeypatch, train_here):
-    monkeypatch.setattr("train.learning_rate", lambda *_: 1e30)
-    process = run_here("train.py", *MINE, cwd=here)
-    one_line(process, "the loss or its gradient is nan at step 2: lower --learning_rate")
+    for name, replaced, found in (
+        ("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(math.inf), "inf at step 1"),
+        ("train.learning_rate", lambda *_: 1e30, "nan at step 2"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, replaced)
+            process = run_here("train.py", *MINE, cwd=here)
+        one_line(process, f"the loss or its gradient is {found}: lower --learning_rate")
     assert list_checkpoints(here / "out" / "mine") == []
 
 
