@@ -28,12 +28,12 @@ from typing import Literal
 
 import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
+from torch.utils._triton import has_triton
 from tyro.conf import Suppress
 
-from gptling.cli import Empty, Planned, PositiveInt, check_numbers, load, run
+from gptling.cli import Empty, Planned, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
-from gptling.files import UserError
 from gptling.loss import check_finite, evaluate, objective_and_parts, use_loss_in_pieces
 from gptling.muon import Muon
 from gptling.plan import STARTED, eval_part, fill_in, plan_run
@@ -126,7 +126,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     progress = (step - config.warmup_iters) / max(1, steps)  # 0 to 1
     left = {
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "linear": min(1.0, (1 - progress) / (1 - config.hold)),
+        "linear": min(1.0, (1 - progress) / max(1e-9, 1 - config.hold)),
     }
     return config.min_lr + left[config.schedule] * (config.learning_rate - config.min_lr)
 
@@ -160,7 +160,8 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     long = config.minutes > 2 if config.minutes else config.max_iters > 1000
-    compile = device == "cuda" and long if config.compile == "auto" else config.compile
+    auto = device == "cuda" and has_triton() and long
+    compile = auto if config.compile == "auto" else config.compile
     rows = micro_batches(config, processes.world_size)[0] * config.block_size
     use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
@@ -176,7 +177,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 def main():
     # ------------------------------------------------------------ configuration
     config, given = load(TrainConfig, __doc__, presets=True)
-    config.out_dir = str(Path(config.out_dir or f"out/{config.dataset}").expanduser())
+    config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
     processes = Processes()
     run_directory = RunDirectory(Path(config.out_dir), processes)
     source, state = None, {}  # the checkpoint to start from; what else a resumed run needs
@@ -199,10 +200,9 @@ def main():
     if not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
         config.max_iters = None
         plan_run(config, longest, lambda c, d: set_up(c, d, source, processes), processes)
-    else:
+    elif not state:
         config.minutes = 0.0  # the steps set the length
-        if not state:
-            fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
+        fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
     if config.warmup_iters > config.max_iters:
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
 

@@ -27,7 +27,8 @@ Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not
 
 def describe(error: Exception) -> str:
     """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
-    if isinstance(error, UserError | ModuleNotFoundError) or getattr(error, "filename", None):
+    known = UserError | ModuleNotFoundError | UnicodeError
+    if isinstance(error, known) or getattr(error, "filename", None):
         return " ".join(str(error).split())
     said = f"{error!r} {error.__context__!r}"  # PyTorch's errors can hide the system's
     if re.search("MemoryError|out of memory|not enough memory|can't allocate memory", said):

@@ -9,6 +9,7 @@ import re
 import sysconfig
 import threading
 import urllib.request
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -127,7 +128,7 @@ class Corpus:
                         key, size = 0, 0
                 self.sources.append(source)
                 measured.extend(found)
-            except (ValueError, LookupError, TypeError, EOFError, gzip.BadGzipFile) as error:
+            except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
                 self.refused.append(f"{source}: {type(error).__name__}: {error}")
         keys, sizes = np.array(measured).reshape(-1, 2).T
         first = np.sort(np.unique(keys, return_index=True)[1])

@@ -137,10 +137,10 @@ class GraphedStep:
             return self.plain(self.idx, self.visible, self.static)
 
         run = torch.compile(step, fullgraph=True) if self.compile else step
+        torch.cuda.synchronize()  # the other stream waits for nothing
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(2):  # what only first calls do does not belong in the graph
                 run()
-        torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.logits = run()

@@ -77,8 +77,8 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
     if not torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7):
         print("chunked loss disabled, memory grows: forward() has another loss or gradient")
         return
-    free = torch.cuda.mem_get_info()[0] if rows and torch.cuda.is_available() else 0
-    fits = 16 * rows * model.config.vocab_size <= free
+    total = torch.cuda.mem_get_info()[1] if rows and torch.cuda.is_available() else 0
+    fits = 16 * rows * model.config.vocab_size <= total
     model.loss_in_pieces = loss_in_pieces if fits else torch.compiler.disable(loss_in_pieces)
 
 

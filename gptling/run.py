@@ -19,7 +19,7 @@ from gptling.muon import shard
 
 FORMAT = 5  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
-START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "minutes", "out_dir"}
+START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "out_dir"}
 START_FLAGS |= {"allow_changed_model", "vocab_size"}
 
 
@@ -130,7 +130,8 @@ class RunDirectory:
         if step == 0 and list_checkpoints(self.path):
             old = self.path.with_name(f"{self.path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
-            self.path.rename(old)  # with the lock in it
+            self.lock.release()  # Windows renames no directory with an open file
+            self.path.rename(old)
             self.path.mkdir()
             self.lock = lock_directory(self.path)
             print(f"the run that was in {self.path} is now in {old}")

@@ -224,6 +224,7 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
 
 
 def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_lines(run_compare):
+    Path("my.txt").write_text("not code")
     code, printed, _ = run_compare("--", *FLAGS)
     assert code == 1 and "nothing has changed since the last commit" in printed.err
     patch = Path(comment_patch())

@@ -101,6 +101,7 @@ MISTAKES = [
     ("in no_model: sample.py", "out/", "train.py"),
     ("sample.py out/mine --prompt=ü", "'ü'", "U+00FC"),
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
+    ("sample.py out/mine --prompts=latin.txt", "0xe9", "utf-8"),
     ("sample.py out/mine --temperature=-1", "--temperature=-1", 2),
     ("sample.py out/mine --top_p=0", "top_p=0", 2),
     ("sample.py out/mine --num_samples=0", "--num_samples=0", 2),

@@ -265,7 +265,7 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     took = int(re.search(r"^Done in (\d+) s\.", output, re.M)[1])
     assert 1 < took < 1.1 * (time.monotonic() - start)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
-    assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and "minutes" not in config
+    assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and config["minutes"] == 0.1
     steps, width, dropout = config["max_iters"], config["n_embd"], config["dropout"]
     early = ". It ends before it overfits" * (steps == 200)
     plan = f"plan for 0.1 min: 1 layers of {width}, {steps} steps, dropout {dropout:g}, "

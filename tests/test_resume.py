@@ -220,11 +220,12 @@ def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
 
 
 def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):
-    once = {"allow_changed_model": True, "minutes": 2.0}
-    saved = asdict(small(max_iters=7)) | once | {"overwrite": True, "ema": 0.9}
+    once = {"allow_changed_model": True, "overwrite": True}
+    saved = asdict(small(max_iters=7, minutes=2.0)) | once | {"ema": 0.9}
     del saved["keep_last"]  # a setting that the run does not have yet
     now = small(resume=True, allow_changed_model=True)
-    assert resumed_config(now, saved, {}, FIXED) == replace(now, max_iters=7, warmup_iters=1)
+    expected = replace(now, max_iters=7, warmup_iters=1, minutes=2.0)
+    assert resumed_config(now, saved, {}, FIXED) == expected
     assert capsys.readouterr().out == "ema: 0.9 in the run, unknown to this code\n"
 
 
@@ -237,7 +238,7 @@ def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
     output_of("train.py", "out/a/config.toml", "--out_dir=out/b", cwd=here)
     assert (here / "out/b/config.toml").read_text(encoding="utf-8") == text
     assert_equal(weights(here / "out/a", 20), weights(here / "out/b", 20))
-    once = {"resume", "auto_resume", "overwrite", "eval_only", "minutes"}
+    once = {"resume", "auto_resume", "overwrite", "eval_only"}
     once |= {"allow_changed_model", "out_dir", "vocab_size"}
     assert set(tomllib.loads(text)) == {field.name for field in fields(TrainConfig)} - once
 
