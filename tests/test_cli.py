@@ -38,7 +38,7 @@ def parse(*arguments):
 
 def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
     a, b = str(tmp_path / "a.toml"), str(tmp_path / "b.toml")
-    (tmp_path / "a.toml").write_text('width = 4\nline_width = 1\nname = "a"\ncurves = true\n')
+    (tmp_path / "a.toml").write_text('\ufeffwidth = 4\nline_width = 1\nname = "a"\ncurves = true\n')
     (tmp_path / "b.toml").write_text('name = "b c=d"\nloud = true\nmode = true\ncurves = false\n')
     config, given = parse(a, b, "--width=9", "--line_width", "1e-3")
     assert config == Example(9, 1e-3, "b c=d", loud=True, curves=False, mode=True)

@@ -99,7 +99,7 @@ MISTAKES = [
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint"),
     ("in no_model: sample.py", "out/", "train.py"),
-    ("sample.py out/mine --prompt=ü", "'ü'", "U+00FC"),
+    ("sample.py out/mine --prompt=\udcff", r"'\udcff'", "U+DCFF"),  # a byte that is not UTF-8
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
     ("sample.py out/mine --prompts=latin.txt", "0xe9", "utf-8"),
     ("sample.py out/mine --temperature=-1", "--temperature=-1", 2),

@@ -98,14 +98,14 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
 
 
 def test_auto_resume_begins_without_a_checkpoint_and_continues_with_one(trained, finished):
-    """What a crash has left after the newest checkpoint is done again."""
+    """What a crash has left after the newest checkpoint is done again, and nothing is planned."""
     run = finished / "out" / "mine"
     shutil.rmtree(run / "checkpoint-20")
     (run / ".checkpoint-19.writing").mkdir()
     with (run / "log.jsonl").open("a") as log:
         log.write('{"step": 20, "lo')
     flags = ["--dataset=mine", *TINY, "--auto_resume"]
-    assert "from step 10" in output_of("train.py", *flags, cwd=finished)
+    assert "from step 10" in output_of("train.py", *flags, "--minutes=1", cwd=finished)
     assert_equal_runs(trained / "out" / "mine", run, 20)
     assert not list(run.glob(".checkpoint-*"))
     output = output_of("train.py", *flags, "--out_dir=out/new", cwd=finished)

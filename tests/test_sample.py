@@ -159,12 +159,9 @@ def test_texts_end_in_any_order_and_are_printed_in_theirs(letters):
 
 def test_a_text_appears_token_by_token_and_nothing_is_drawn_after_its_end(letters, monkeypatch):
     seen, step = [], NextLetter.next_logits
-
-    def watched(*arguments):
-        seen.append(sys.stdout.buffer.getvalue())
-        return step(*arguments)
-
-    monkeypatch.setattr(NextLetter, "next_logits", watched)
+    monkeypatch.setattr(
+        NextLetter, "next_logits", lambda *a: seen.append(sys.stdout.buffer.getvalue()) or step(*a)
+    )
     run_here("sample.py", letters, "--prompt=abc", cwd=letters)
     assert seen[-4:] == [b"abc", b"abcd", b"abcde", b"abcdef"]
 

@@ -110,7 +110,7 @@ def test_muon_is_that_of_pytorch(weight_decay):
     for _ in range(5):
         for a, parts in zip(ours, theirs, strict=True):
             for part in parts:
-                part.grad = torch.randn(part.shape)
+                part.grad = 1e-3 * torch.randn(part.shape)
             a.grad = torch.cat([part.grad for part in parts]).view(a.shape)
         batched.step()
         oracle.step()
@@ -166,13 +166,14 @@ def test_muon_takes_the_matrices_inside_the_blocks_but_no_embeddings():
     model = GPT(GPTConfig(8, 11, 2, 2, 4))
     model.h[0].values = torch.nn.Embedding(11, 4)
     model.h[1].exit = model.lm_head
+    model.h[1].experts = torch.nn.Parameter(torch.ones(3, 4, 4))  # a stack of matrices
     names = {id(p): name for name, p in model.named_parameters()}
     rest, taken = (
         {names[id(p)] for group in each.param_groups for p in group["params"]}
         for each in configure_optimizers(model, small(optimizer="muon"))
     )
     parts = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    assert taken == {f"h.{i}.{part}.weight" for i in (0, 1) for part in parts}
+    assert taken == {f"h.{i}.{part}.weight" for i in (0, 1) for part in parts} | {"h.1.experts"}
     assert rest == set(names.values()) - taken
 
 
@@ -266,15 +267,19 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(here, monkeypatch, train_here):
-    for name, replaced, found in (
-        ("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(math.inf), "inf at step 1"),
-        ("train.learning_rate", lambda *_: 1e30, "nan at step 2"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(name, replaced)
-            process = run_here("train.py", *MINE, cwd=here)
-        one_line(process, f"the loss or its gradient is {found}: lower --learning_rate")
+    monkeypatch.setattr("train.learning_rate", lambda *_: 1e30)
+    process = run_here("train.py", *MINE, cwd=here)
+    one_line(process, "the loss or its gradient is nan at step 2: lower --learning_rate")
+    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    one_line(run_here("train.py", *MINE, cwd=here), "the loss or its gradient is inf at step 1")
     assert list_checkpoints(here / "out" / "mine") == []
+
+
+def test_a_sample_that_fails_leaves_the_checkpoint(here, monkeypatch, train_here):
+    monkeypatch.setattr("train.Report.sample", None)
+    with pytest.raises(TypeError):
+        run_here("train.py", *MINE, cwd=here)
+    assert len(list_checkpoints(here / "out" / "mine")) == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
