@@ -56,15 +56,6 @@ def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask, cache_d
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_glibc_keeps_freed_memory_and_nothing_happens_elsewhere(monkeypatch):
-    library = mock.Mock()
-    monkeypatch.setattr("ctypes.CDLL", library)
-    for platform in ("win32", "darwin", "linux"):
-        monkeypatch.setattr("sys.platform", platform)
-        devices.keep_freed_memory()
-    assert library().mallopt.call_args_list == [mock.call(-4, 0), mock.call(-1, -1)]
-
-
 def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():
     share = devices.flops_utilisation(1e6, 124_000_000, "NVIDIA H200")
     assert share == pytest.approx(0.752, abs=1e-3)
