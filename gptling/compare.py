@@ -66,11 +66,10 @@ def make_side(name: str, flags: list[str], prepare: list[str]) -> Side:
 
 def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -> list[Side]:
     """Return the sides. The first is compared with each of the others."""
-    sides = []
-    if not patches:
-        execute("git", "read-tree", "HEAD")
-        sides.append(make_side("last-commit", flags, prepare))
-    execute("git", "add", "--all", "*.py", "*.toml")  # not your texts
+    execute("git", "read-tree", "HEAD")
+    sides = [] if patches else [make_side("last-commit", flags, prepare)]
+    execute("git", "add", "--update")
+    execute("git", "add", "*.py", "*.toml")  # new code, but not your texts
     sides.append(make_side("working-tree", flags, prepare))
     if not patches and sides[0].tree == sides[1].tree:
         raise UserError("nothing has changed since the last commit: edit model.py or train.py")

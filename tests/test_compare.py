@@ -77,6 +77,7 @@ def edit(file, old, new):
 def comment_patch(header=""):
     """A patch of a comment in model.py. The project itself stays unchanged."""
     edit("model.py", "import math\n", "import math  # maths\n")
+    edit(".gitignore", ".venv/", ".venv")  # no code, but a file of git's
     diff = git("diff", "--no-color")
     git("checkout", "--quiet", ".")
     Path("out").mkdir(exist_ok=True)
