@@ -92,6 +92,7 @@ def test_output_is_valid_utf8_whatever_the_locale(tmp_path):
     arguments = [tmp_path, "--prompt=-", "--top_k=0", "--max_new_tokens=100"]
     process = run_script("sample.py", *arguments, cwd=tmp_path, stdin="é🙂",
                          LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")  # fmt: skip
+    assert process.returncode == 0, process.stderr
     text = process.stdout.decode("utf-8")
     assert text.startswith("é🙂") and len(text) > 50
 
