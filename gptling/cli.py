@@ -25,14 +25,20 @@ Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planne
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error of Python's or PyTorch's, on any device, is a lack of memory."""
+    messages = "MemoryError|out of memory|not enough memory|can't allocate memory|_ALLOC_FAILED"
+    return re.search(messages, f"{error!r} {error.__context__!r}") is not None
+
+
 def describe(error: Exception) -> str:
     """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
     known = UserError | ModuleNotFoundError | UnicodeError
     if isinstance(error, known) or getattr(error, "filename", None):
         return " ".join(str(error).split())
-    said = f"{error!r} {error.__context__!r}"  # PyTorch's errors can hide the system's
-    if re.search("MemoryError|out of memory|not enough memory|can't allocate memory", said):
+    if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
+    said = f"{error!r} {error.__context__!r}"  # PyTorch's errors can hide the system's
     if re.search(r"No space left|quota exceeded|File too large|requested and \d+ written", said):
         return f"the disk is full ({error}): what was saved before is whole"
     return ""

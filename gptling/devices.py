@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 
 import torch
@@ -73,9 +74,24 @@ def keep_freed_memory():
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
+# FLOP/s of dense matmuls in bfloat16 with sums in float32, by NVIDIA's data sheets and, for RTX
+# cards, the appendices of its architecture whitepapers.
+PEAKS = {
+    r"B200": 2250e12,
+    r"H200": 989e12,
+    r"H100 80GB HBM3": 989e12,
+    r"A100.*": 312e12,
+    r"L40S": 362e12,
+    r"L4": 121e12,
+    r"GeForce RTX 5090": 209.5e12,
+    r"GeForce RTX 4090": 165.2e12,
+    r"GeForce RTX 3090": 71e12,
+}
+
+
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:
     """The share of the GPU's peak that 6 FLOPs a parameter and token are (Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361, without attention's), or None for a GPU that is not listed."""
-    peaks = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100": 312e12}  # NVIDIA's, for bfloat16
-    peak = next((peak for name, peak in peaks.items() if name in gpu), None)
+    found = (peak for name, peak in PEAKS.items() if re.fullmatch(f"(NVIDIA )?{name}", gpu))
+    peak = next(found, None)
     return peak and 6 * n_parameters * tokens_per_second / peak

@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from gptling.cli import is_out_of_memory
 from gptling.dataset import Dataset, tokens_per_step
 from gptling.loss import objective_and_parts
 
@@ -65,8 +66,10 @@ class Planner:
         tokens = self.schedule(candidate, step)["max_iters"] * tokens_per_step(candidate)
         fields = self.fields_for(candidate["n_layer"], candidate["n_embd"], tokens)
         if fields != candidate:
-            step = self.time_step(fields)
-        return fields | self.schedule(fields, step)
+            its_step = self.time_step(fields)
+            if its_step < math.inf:
+                return fields | self.schedule(fields, its_step)
+        return candidate | self.schedule(candidate, step)
 
     def choose_model(self) -> tuple[dict, float]:
         """Return the fields of the largest model that sees enough tokens, and a step's seconds."""
@@ -146,7 +149,17 @@ class Planner:
         return 60 * self.config.minutes - spent - self.compiling
 
     def time_step(self, fields: dict) -> float:
-        """Return the mean seconds of a step with these fields: of 20 at most, after the first."""
+        """Return the mean seconds of a step with these fields, infinity without enough memory."""
+        try:
+            return self.measure_step(fields)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        torch.compiler.reset()  # or the next shape would be compiled for all shapes
+        return math.inf
+
+    def measure_step(self, fields: dict) -> float:
+        """Return the mean seconds of at most 20 steps with these fields, after the first one."""
         candidate = copy.copy(self.config)
         fill_in(candidate, fields | {"max_iters": 1})
         batch = self.data.batch(candidate, 0, self.processes)
@@ -166,7 +179,7 @@ class Planner:
             left.append(self.seconds_left())
         if compiled is not parallel:
             self.compiling = left[0] - left[1]  # the run compiles once more
-            torch.compiler.reset()  # or the next shape would be compiled for all shapes
+            torch.compiler.reset()  # as above
         return (left[1] - left[-1]) / (len(left) - 2)
 
 

@@ -40,6 +40,8 @@ class Report:
         self.step = progress.step  # of the last report
         self.n_parameters = sum(p.numel() for p in model.parameters())
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()  # measuring for a plan may have needed more
         self.last_time = time.perf_counter()
         self.run_start = self.last_time - progress.seconds
         self.next_line, self.fastest = -math.inf, math.inf
@@ -161,6 +163,9 @@ class Report:
             best = best_checkpoint(self.config.out_dir)
             bits = f"{read_json(best / 'metrics.json')['bits_per_byte']:.3f} bits per byte"
             print(f"\nDone in {seconds:.0f} s. Best: {bits}, saved in {best}")
+            if self.gpu:
+                gigabytes = torch.cuda.max_memory_allocated() / 1e9
+                print(f"Peak memory of the GPU: {gigabytes:.1f} GB")
             print(f"Next: python sample.py {out_dir}")
             print(f"      python sample.py {out_dir} --interactive")
 

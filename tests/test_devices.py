@@ -56,10 +56,20 @@ def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask, cache_d
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak():
-    share = devices.flops_utilisation(1e6, 124_000_000, "NVIDIA H200")
-    assert share == pytest.approx(0.752, abs=1e-3)
-    assert devices.flops_utilisation(1e6, 124_000_000, "NVIDIA GeForce GTX 1060") is None
+@pytest.mark.parametrize(
+    "gpu, share",
+    [
+        ("NVIDIA H200", 0.7523),
+        ("NVIDIA A100-SXM4-80GB", 2.3846),
+        ("NVIDIA L4", 6.1488),
+        ("NVIDIA L40S", 2.0552),
+        ("NVIDIA GeForce RTX 4090", 4.5036),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # another chip
+        ("NVIDIA GeForce GTX 1060", None),
+    ],
+)
+def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak(gpu, share):
+    assert devices.flops_utilisation(1e6, 124_000_000, gpu) == pytest.approx(share, abs=1e-4)
 
 
 def test_attention_with_a_kernel_of_its_own_keeps_it():

@@ -245,6 +245,33 @@ def test_a_step_is_all_its_micro_batches_and_an_update(
     assert planner.seconds_left() == pytest.approx(60 * minutes - (clock[0] - 33) - compiling)
 
 
+def test_a_size_that_does_not_fit_into_memory_is_not_planned(planner):
+    """Measuring it does not end the run. Any other error does."""
+
+    def set_up(config, data):
+        if config.n_embd > 128:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
+        raise RuntimeError("a bug")
+
+    planner.set_up = set_up
+    fields = {"batch_size": 5, "block_size": 8, "gradient_accumulation_steps": 3}
+    assert planner.time_step(fields | {"n_embd": 256}) == math.inf
+    with pytest.raises(RuntimeError, match="a bug"):
+        planner.time_step(fields | {"n_embd": 64})
+
+
+@pytest.mark.parametrize("room", [64, 128, 256])
+def test_the_largest_size_that_fits_is_planned(room):
+    class SmallGPU(Simulator):
+        def time_step(self, fields):
+            fits = fields["n_embd"] <= room and tokens_per_step(fields) <= 4096
+            return super().time_step(fields) if fits else math.inf
+
+    fields = SmallGPU(BOOKS, 100).plan()
+    assert fields["n_embd"] == room and tokens_per_step(fields) <= 4096
+    assert fields["max_iters"] > 1000
+
+
 # ------------------------------------------------------------ planned runs
 
 FLAGS = ["--dataset=mine", "--curves=False", "--device=cpu"]

@@ -151,8 +151,10 @@ def test_the_last_lines_say_what_is_next(tmp_path, capsys):
     assert capsys.readouterr().out == f"\nStopped at step 12.\nNext: {command}\n"
 
 
-def test_utilisation_is_that_of_one_gpu(tmp_path, monkeypatch):
+def test_a_gpu_reports_its_share_of_the_peak_and_its_peak_memory(tmp_path, monkeypatch, capsys):
     """6 FLOPs per parameter and token, of the tokens that one of the processes trains on."""
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 16_840_000_000)
     monkeypatch.setattr("time.perf_counter", iter([0.0, 10.0, 10.0]).__next__)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     processes = one_process()
@@ -161,3 +163,7 @@ def test_utilisation_is_that_of_one_gpu(tmp_path, monkeypatch):
     report = report_of(tmp_path, model, processes, batch_size=1000, block_size=1000)
     report.training(10, {"loss": 2.0}, 1.0, ADAMW)  # a million tokens a second
     assert read_log(tmp_path)[0]["mfu"] == pytest.approx(6 * 1e7 * 5e5 / 312e12)
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10/metrics.json").write_text('{"bits_per_byte": 1.2}')
+    report.close(stopped=False, seconds=7.2)
+    assert "\nPeak memory of the GPU: 16.8 GB\n" in capsys.readouterr().out
