@@ -10,9 +10,9 @@ import signal
 import sys
 import tomllib
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -22,6 +22,8 @@ CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
 
 
@@ -80,11 +82,12 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     the last one first. presets: the words before the first flag are. Raises UserError."""
     words, hints = sys.argv[1:] if argv is None else argv, get_type_hints(cls)
     names = list(takewhile(lambda word: word[:1] != "-", words)) if presets else []
-    flags = [flag for name in names for flag in read_preset(name)] + words[len(names) :]
+    flags = list(chain.from_iterable(map(read_preset, names)))
+    flags = join_switches(flags + words[len(names) :], hints)
     parsed = [parse_flag(flag, hints) for flag in flags]
     config = tyro.cli(
         cls,
-        args=[word for _, words in parsed for word in words],
+        args=list(chain.from_iterable(words for _, words in parsed)),
         description=description.partition("References:")[0].strip(),
         use_underscores=True,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
@@ -94,23 +97,60 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
 
 def read_preset(name: str) -> list[str]:
     """Return the settings of a preset as flags. config/NAME.toml is found from any directory."""
+    if not name.endswith(".toml"):
+        hint = f"python prepare.py {name} reads a text and prints the next command"
+        raise UserError(f"{name} is no preset: {hint}, --out_dir={name} --resume continues a run")
     file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
-        hint = "prepare.py reads a text, --out_dir and --resume continue a run"
-        raise UserError(f"{name} is no preset like config/gpt2.toml ({error}): {hint}") from None
+        raise UserError(f"{name} is no preset like config/gpt2.toml ({error})") from None
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
+def field_of(flag: str) -> str:
+    """Return the field that a flag sets: "n_layer" for --n-layer=3, "curves" for --no-curves."""
+    name, _, _ = flag.partition("=")
+    return name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
+
+
+def switch_words(hint: Any) -> set[str]:
+    """Return the values of a switch, in lower case, or nothing for a field of another type."""
+    choices = (True, False) if hint is bool else get_args(hint)
+    if True not in choices:
+        return set()
+    return BOOLEANS.keys() | {str(choice).lower() for choice in choices}
+
+
+def join_switches(flags: list[str], hints: dict[str, Any]) -> list[str]:
+    """Return --bias=true for the two words --bias true. Other words stay."""
+    joined = [""]
+    for word in flags:
+        if "=" not in joined[-1] and word.lower() in switch_words(hints.get(field_of(joined[-1]))):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined[1:]
+
+
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the field that a flag sets, and its words for tyro: --no-curves for --curves=False,
-    and an unknown flag apart from its value, so that tyro finds a similar one."""
+    """Return the field that a flag sets, and its words for tyro: --no-curves for --curves=false,
+    and an unknown flag apart from its value, so that tyro finds a similar one. Raises UserError for
+    the initials of a field, such as --lr."""
+    field = field_of(flag)
     name, _, value = flag.partition("=")
-    field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
-    if hints.get(field) is bool and value in ("True", "False"):
-        return field, [name if value == "True" else f"--no-{name[2:]}"]
-    return field, flag.split("=", 1) if field and field not in hints else [flag]
+    if field not in hints:
+        for known in hints:
+            if field == "".join(re.findall("(?:^|_)(.)", known)):
+                raise UserError(f"--{field} is no flag: perhaps you meant --{known}")
+        return field, flag.split("=", 1) if field else [flag]
+    if not switch_words(hints[field]):
+        return field, [flag]
+    bare = "false" if name[2:5] in ("no-", "no_") else "true"
+    on = BOOLEANS.get(value.lower() or bare)
+    if hints[field] is bool and on is not None:
+        return field, [f"--{field}" if on else f"--no-{field}"]
+    return field, [flag if on is None else f"--{field}={on}"]
 
 
 def check_numbers(config: Any):

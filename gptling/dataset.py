@@ -21,6 +21,8 @@ class Dataset:
         if not (directory / "meta.json").is_file():
             others = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
             remedy = f"python prepare.py YOUR.txt --name={name}, or --dataset from {others}"
+            if Path(name).exists():  # a text itself
+                remedy = f"python prepare.py {name} prepares it, and prints the next command"
             raise UserError(f"{directory} has no prepared text: {remedy}")
         self.fingerprint = read_json(directory / "meta.json")["sha256"]
         self.tokenizer = load_tokenizer(directory)

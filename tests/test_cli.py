@@ -57,6 +57,11 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
         ("--loud=True --curves=True", {"loud": True, "curves": True}),
         ("--loud=False --curves=False", {"loud": False, "curves": False}),
         ("--loud --no-curves", {"loud": True, "curves": False}),
+        ("--loud=true --curves=FALSE", {"loud": True, "curves": False}),
+        ("--loud yes --curves off --mode false", {"loud": True, "curves": False, "mode": False}),
+        ("--mode --line-width 1", {"mode": True, "line_width": 1.0}),
+        ("--no-mode", {"mode": False}),
+        ("--mode auto --no_curves", {"mode": "auto", "curves": False}),
         ("--stop=a --stop b", {"stop": ("a", "b")}),
     ],
 )

@@ -65,8 +65,11 @@ MISTAKES = [
     ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),
-    ("train.py a.txt", "a.txt", "prepare.py"),
-    ("train.py out/mine", "out/mine", "--resume"),
+    ("train.py a.txt", "python prepare.py a.txt reads a text"),
+    ("train.py --dataset=a.txt", "python prepare.py a.txt"),
+    ("train.py --lr=1e-3", "--lr", "--learning_rate"),
+    ("train.py --curves=maybe", "maybe", 2),
+    ("train.py out/mine", "--out_dir=out/mine --resume"),
     ("train.py broken.toml", "broken.toml", "line 1"),
     ("train.py typo.toml", "--n_leyer", "perhaps you meant: --n_layer", 2),
     ("train.py --max_iters=5 config/gpt2.toml", "config/gpt2.toml", 2),
@@ -98,6 +101,7 @@ MISTAKES = [
     ),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint"),
+    ("sample.py Hello", "Hello", '--prompt "Hello"'),
     ("in no_model: sample.py", "out/", "train.py"),
     ("sample.py out/mine --prompt=\udcff", r"'\udcff'", "U+DCFF"),  # a byte that is not UTF-8
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
