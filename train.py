@@ -34,7 +34,13 @@ from tyro.conf import Suppress
 from gptling.cli import Empty, Planned, PositiveInt, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
-from gptling.loss import check_finite, evaluate, objective_and_parts, use_loss_in_pieces
+from gptling.loss import (
+    check_finite,
+    compare_with_cpu,
+    evaluate,
+    objective_and_parts,
+    use_loss_in_pieces,
+)
 from gptling.muon import Muon
 from gptling.plan import STARTED, eval_part, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
@@ -93,7 +99,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     curves: bool = True  # write loss.png and TensorBoard files, if these packages are installed
     wandb: bool = False  # log to Weights & Biases
     # machine
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda, mps or cpu
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of matmuls
     compile: Literal["auto", True, False] = "auto"  # use torch.compile. auto: long runs on CUDA
     recompute: bool = False  # save memory: recompute activations in the backward pass
@@ -219,6 +225,8 @@ def main():
         mine = {p for group in optimizer.param_groups for p in group["params"]}
         if names := [n for n in model.uninitialised if model.get_parameter(n) in mine]:
             print(f"not drawn by init_weights, for {type(optimizer).__name__}: {', '.join(names)}")
+    if device != "cpu" and not processes.sharded:
+        compare_with_cpu(model, device)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     run_directory.restore(config, model, optimizers, scaler, state)
     progress = state.get("progress", Progress())

@@ -12,11 +12,14 @@ from gptling.files import UserError
 
 
 def pick_device(device: str) -> str:
-    """`auto` to cuda, mps or cpu. Raises UserError for a device that is missing."""
-    found = [d for d in ("cuda", "mps", "cpu") if getattr(torch, d).is_available()]
-    if device not in ("auto", *found):
+    """`auto` to cuda or cpu. Raises UserError for a device that is missing."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not getattr(torch, device).is_available():
         raise UserError(f"--device={device}: PyTorch finds none here, give --device=auto")
-    return found[0] if device == "auto" else device
+    if device == "mps":
+        print("--device=mps: gptling has never been run on it", file=sys.stderr)
+    return device
 
 
 def pick_dtype(dtype: str, device: str, wide: bool) -> str:

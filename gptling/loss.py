@@ -54,24 +54,27 @@ def loss_in_pieces(to_logits, losses, x: torch.Tensor, targets: torch.Tensor) ->
     return torch.cat([losses(to_logits(x).flatten(0, 1), y.flatten()) for x, y in parts])
 
 
+def loss_and_norms(model: torch.nn.Module, pieces=None) -> torch.Tensor:
+    """The loss of at most eight tokens, and the norm of each parameter's gradient, on the model's
+    device in float32. pieces: its loss_in_pieces. Sets the random seed."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    idx = torch.arange(min(8, model.config.block_size), device=parameters[0].device)[None]
+    idx = idx % model.config.vocab_size
+    # A copy with the same parameters, because a forward pass may change buffers.
+    trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    trial.loss_in_pieces = pieces
+    torch.manual_seed(0)  # the same dropout
+    loss, _ = objective_and_parts(trial(idx, idx))
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    return torch.stack([loss.detach(), *(g.norm() for g in gradients)])
+
+
 def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
     """Let a model on the CPU have its loss from loss_in_pieces, if its loss and gradients stay.
     rows: of logits in a micro-batch to be compiled, which is whole if a GPU has room for it."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    idx = torch.arange(min(8, model.config.block_size))[None] % model.config.vocab_size
-
-    def loss_and_norms(pieces):  # of the gradients
-        # A copy with the same parameters, because a forward pass may change buffers.
-        trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-        trial.loss_in_pieces = pieces
-        torch.manual_seed(0)  # the same dropout
-        loss, _ = objective_and_parts(trial(idx, idx))
-        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-        return torch.stack([loss.detach(), *(g.norm() for g in gradients)])
-
-    plain = loss_and_norms(None)
+    plain = loss_and_norms(model)
     try:
-        pieces = loss_and_norms(loss_in_pieces)
+        pieces = loss_and_norms(model, loss_in_pieces)
     except (AttributeError, TypeError, RuntimeError):  # forward or autograd needs the logits
         pieces = math.nan * plain
     if not torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7):
@@ -80,6 +83,21 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
     total = torch.cuda.mem_get_info()[1] if rows and torch.cuda.is_available() else 0
     fits = 16 * rows * model.config.vocab_size <= total
     model.loss_in_pieces = loss_in_pieces if fits else torch.compiler.disable(loss_in_pieces)
+
+
+def compare_with_cpu(model: torch.nn.Module, device: str):
+    """Print a line if a model's loss or gradient on its device is not that on a CPU. Matmuls in
+    TF32 may change them by less than 1 %."""
+    reference = copy.deepcopy(model).cpu()
+    numbers = []
+    for trial in (model, reference):
+        trial.eval()  # devices draw different dropout
+        loss, *norms = loss_and_norms(trial).cpu()
+        numbers.append(torch.stack([loss, torch.stack(norms).norm()]))
+    model.train()
+    if not torch.allclose(*numbers, rtol=0.01):
+        here, there = (f"{loss:.4g} and {norm:.4g}" for loss, norm in numbers)
+        print(f"loss and gradient norm are {here} on {device}, {there} on a CPU: use --device=cpu")
 
 
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -13,17 +13,23 @@ import torch.nn.functional as F
 
 from gptling import devices, threads
 from gptling.cli import UserError
+from gptling.loss import compare_with_cpu
 from model import GPT, GPTConfig
 from tests.conftest import ROOT
 
 
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_a_device_that_is_missing_is_refused_by_name(device, monkeypatch):
+@pytest.mark.parametrize("device, auto", [("cuda", "cuda"), ("mps", "cpu")])
+def test_a_device_is_refused_if_missing_and_auto_is_one_that_has_been_run(
+    device, auto, monkeypatch, capsys
+):
     monkeypatch.setattr(f"torch.{device}.is_available", lambda: False)
     with pytest.raises(UserError, match=f"--device={device}"):
         devices.pick_device(device)
     monkeypatch.setattr(f"torch.{device}.is_available", lambda: True)
-    assert devices.pick_device("auto") == devices.pick_device(device) == device
+    assert devices.pick_device("auto") == auto
+    assert capsys.readouterr().err == ""
+    assert devices.pick_device(device) == device
+    assert ("never been run" in capsys.readouterr().err) == (device == "mps")
     assert devices.pick_device("cpu") == "cpu"
 
 
@@ -120,3 +126,22 @@ def test_how_threads_wait_is_chosen_before_pytorch_is_imported(script):
     code += "\nexcept ImportError:\n print('gptling.threads' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == "True\n", result.stderr
+
+
+@pytest.mark.parametrize("factor, differs", [(1.0, False), (1.001, False), (1.1, True)])
+def test_a_device_that_computes_something_else_than_a_cpu_is_reported(
+    factor, differs, monkeypatch, capsys
+):
+    model = GPT(GPTConfig(8, 11, 2, 2, 8, dropout=0.5))
+    before = model.wte.weight.clone()
+
+    def cpu(copied):
+        copied.h[0].mlp.c_fc.weight.data.mul_(factor)
+        copied.ln_f.weight.data.mul_(factor)
+        return copied
+
+    monkeypatch.setattr(GPT, "cpu", cpu)
+    compare_with_cpu(model, "mps")
+    line = capsys.readouterr().out
+    assert ("on mps" in line and "--device=cpu" in line) == bool(line) == differs
+    assert model.training and torch.equal(model.wte.weight, before)
