@@ -289,6 +289,7 @@ def main():
             optimizer.zero_grad()
         scaler.update()
         progress.step = done
+        report.bar.update()
 
         if report_now:
             report.training(done, losses, norm, optimizers)
@@ -309,7 +310,7 @@ def main():
             break
 
     # ------------------------------------------------------------ end
-    report.close(progress.step < config.max_iters, time.perf_counter() - STARTED)
+    report.close(data, progress.step < config.max_iters, time.perf_counter() - STARTED)
     processes.barrier()  # torchrun ends the others, the writing one too, soon after the first
     return 128 + stopped if stopped else 0
 

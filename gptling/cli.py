@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
+from tqdm import tqdm
 
 from gptling.files import UserError as UserError  # re-exported
 
@@ -75,6 +76,14 @@ def run(main: Callable[[], int | None]):
         sys.stdout.flush()
         os._exit(code)  # gloo's threads can abort an exit through the interpreter
     sys.exit(code)
+
+
+def progress_bar(total: int, **options) -> tqdm:
+    """Return a bar on standard output. In a file, and under torchrun, it shows nothing."""
+    hidden = True if "WORLD_SIZE" in os.environ else None  # None: unless in a terminal
+    options |= {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "disable": hidden}
+    options["delay"] = 1e-9  # the first update draws it
+    return tqdm(total=total, **options)
 
 
 def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):

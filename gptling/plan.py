@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from gptling.cli import is_out_of_memory
+from gptling.cli import is_out_of_memory, progress_bar
 from gptling.dataset import Dataset, tokens_per_step
 from gptling.loss import objective_and_parts
 
@@ -166,6 +166,8 @@ class Planner:
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
         limit = min(1.5 * self.config.minutes, 3.75)  # seconds: four times are a tenth of all
         left = [self.seconds_left()]  # before each step. The first one allocates, and compiles
+        name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
+        bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
         while len(left) < 3 or (len(left) <= 21 and left[1] - left[-1] <= limit):
             for idx, targets in batch:
                 with autocast:
@@ -177,6 +179,8 @@ class Planner:
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
             left.append(self.seconds_left())
+            bar.update()
+        bar.close()
         if compiled is not parallel:
             self.compiling = left[0] - left[1]  # the run compiles once more
             torch.compiler.reset()  # as above

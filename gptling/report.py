@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from gptling.cli import progress_bar
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
 from gptling.files import read_json
@@ -47,6 +48,9 @@ class Report:
         self.next_line, self.fastest = -math.inf, math.inf
         self.curves, self.wandb = config.curves, config.wandb
         self.writer, self.run = None, None  # TensorBoard's and Weights & Biases', once they exist
+        form = "step {n}/{total} | {desc} | {remaining} left |{bar}|"
+        speed = {"smoothing": 0}  # of all steps so far, with their evaluations
+        self.bar = progress_bar(config.max_iters, initial=self.step, bar_format=form, **speed)
 
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
@@ -64,6 +68,7 @@ class Report:
 
     def say(self, *columns: str):
         """Print a line that begins with the step of the last report."""
+        self.bar.clear()  # the next step draws it again
         last = str(self.config.max_iters)
         print(f"step {self.step:>{len(last)}}/{last}", *columns, sep=" | ")
 
@@ -121,7 +126,8 @@ class Report:
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
         if step % self.config.log_interval == 0 or steps_left == 0:
             self.log(step=step, **numbers)
-        if now >= self.next_line or steps_left == 0:
+        self.bar.set_description_str(columns[0].rstrip(), refresh=False)
+        if self.bar.disable and (now >= self.next_line or steps_left == 0):
             self.say(*columns, f"{seconds * steps_left:,.0f} s left")
             self.next_line = now + 10
         self.fastest = min(self.fastest, seconds)
@@ -151,8 +157,9 @@ class Report:
             self.say(line.rstrip()[:80])
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
-    def close(self, stopped: bool, seconds: float):
-        """Print the best loss and the next command. seconds: since the program's start."""
+    def close(self, data, stopped: bool, seconds: float):
+        """Print the best loss, what it means, and the next command. seconds: since the start."""
+        self.bar.close()
         if self.run:
             self.run.finish()
         out_dir = shlex.quote(self.config.out_dir)
@@ -161,13 +168,30 @@ class Report:
             print(f"Next: python train.py --out_dir={out_dir} --resume")
         elif self.processes.is_main:
             best = best_checkpoint(self.config.out_dir)
-            bits = f"{read_json(best / 'metrics.json')['bits_per_byte']:.3f} bits per byte"
-            print(f"\nDone in {seconds:.0f} s. Best: {bits}, saved in {best}")
+            metrics = read_json(best / "metrics.json")
+            bits = metrics["bits_per_byte"]
+            print(f"\nDone in {seconds:.0f} s. Best: {bits:.3f} bits per byte, saved in {best}")
+            print(
+                f"It gives the next byte of new text a chance of 1 in {2**bits:.1f}, not 1 in 256."
+            )
+            print(self.advice(data, metrics["step"]))
             if self.gpu:
                 gigabytes = torch.cuda.max_memory_allocated() / 1e9
                 print(f"Peak memory of the GPU: {gigabytes:.1f} GB")
             print(f"Next: python sample.py {out_dir}")
             print(f"      python sample.py {out_dir} --interactive")
+
+    def advice(self, data, best_step: int) -> str:
+        """Return how often the text was seen, and if more of it or more time would help."""
+        text = f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:,.2f} MB of text"
+        epochs = self.progress.step * tokens_per_step(vars(self.config)) / data.n_tokens
+        if epochs < 4:  # later epochs teach less (Muennighoff et al. 2023, arXiv 2305.16264)
+            help = "More time would help."
+        elif best_step == self.progress.step:
+            help = "More text would help more than more time."
+        else:
+            help = f"It has overfitted since step {best_step}: more text would help."
+        return f"It has seen {text} {epochs:.2g} times. {help}"
 
 
 def print_evaluation(name, data, val_loss: float, bits_per_byte: float, val_tokens: int):

@@ -138,15 +138,47 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
     assert log[0]["ms"] == 2000 and log[0]["tokens_per_s"] == 64
 
 
-def test_the_last_lines_say_what_is_next(tmp_path, capsys):
+def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    report = report_of(tmp_path, max_iters=20, log_interval=5)
+    for step in range(1, 11):
+        report.bar.update()
+        if report.due(step):
+            report.training(step, {"loss": 2.34567}, 1.25, ADAMW)
+    report.bar.refresh()
+    report.evaluation({"step": 10, "val_loss": 2.5, "bits_per_byte": 1.5}, best=True)
+    *bars, line, end = re.split("[\r\n]", capsys.readouterr().out)
+    assert any(bar.startswith("step 10/20 | loss 2.346 | ") and "left |█" in bar for bar in bars)
+    assert line == "step 10/20 | validation 2.500 nats per token, 1.500 bits per byte (best)"
+    assert end == "" and all("tokens/s" not in bar for bar in bars)
+
+
+@pytest.mark.parametrize(
+    "epochs, size, best_step, help",
+    [
+        (0.5, "0.02", 12, "More time would help."),
+        (3.9, "0.00", 10, "More time would help."),
+        (6.0, "2.00", 12, "More text would help more than more time."),
+        (6.0, "2.00", 10, "It has overfitted since step 10: more text would help."),
+    ],
+)
+def test_the_last_lines_say_what_the_loss_means_and_what_is_next(
+    epochs, size, best_step, help, tmp_path, capsys
+):
     (tmp_path / "checkpoint-10").mkdir()
-    (tmp_path / "checkpoint-10/metrics.json").write_text('{"bits_per_byte": 1.23456}')
-    report = report_of(tmp_path, step=12, max_iters=20)
-    report.close(stopped=False, seconds=7.2)
+    metrics = {"bits_per_byte": 1.23456, "step": best_step}
+    (tmp_path / "checkpoint-10/metrics.json").write_text(json.dumps(metrics))
+    report = report_of(tmp_path, step=12, max_iters=20, batch_size=5, block_size=100)
+    val = {"val_bytes": 20 * (1000 if size == "2.00" else 1), "val_targets": 10}
+    data = SimpleNamespace(n_tokens=6000 / epochs, **val)
+    report.close(data, stopped=False, seconds=7.2)
     done = f"Done in 7 s. Best: 1.235 bits per byte, saved in {tmp_path}/checkpoint-10"
     then = f"python sample.py {tmp_path}"
-    assert capsys.readouterr().out == f"\n{done}\nNext: {then}\n      {then} --interactive\n"
-    report.close(stopped=True, seconds=7.2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["", done] and "1 in 2.4" in lines[2]
+    assert lines[3] == f"It has seen {size} MB of text {epochs:.2g} times. {help}"
+    assert lines[4:] == [f"Next: {then}", f"      {then} --interactive"]
+    report.close(data, stopped=True, seconds=7.2)
     command = f"python train.py --out_dir={tmp_path} --resume"
     assert capsys.readouterr().out == f"\nStopped at step 12.\nNext: {command}\n"
 
@@ -164,6 +196,7 @@ def test_a_gpu_reports_its_share_of_the_peak_and_its_peak_memory(tmp_path, monke
     report.training(10, {"loss": 2.0}, 1.0, ADAMW)  # a million tokens a second
     assert read_log(tmp_path)[0]["mfu"] == pytest.approx(6 * 1e7 * 5e5 / 312e12)
     (tmp_path / "checkpoint-10").mkdir()
-    (tmp_path / "checkpoint-10/metrics.json").write_text('{"bits_per_byte": 1.2}')
-    report.close(stopped=False, seconds=7.2)
+    (tmp_path / "checkpoint-10/metrics.json").write_text('{"bits_per_byte": 1, "step": 9}')
+    data = SimpleNamespace(n_tokens=100, val_bytes=20, val_targets=10)
+    report.close(data, stopped=False, seconds=7.2)
     assert "\nPeak memory of the GPU: 16.8 GB\n" in capsys.readouterr().out
