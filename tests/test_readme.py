@@ -8,6 +8,8 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -16,7 +18,7 @@ from gptling.cli import load
 from gptling.compare import CompareConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tests.conftest import ROOT, output_of, read_log
+from tests.conftest import ROOT, TEXT, output_of, read_log
 from train import TrainConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -76,22 +78,38 @@ def test_what_commands_install_and_run_is_there():
             assert (ROOT / words[1]).is_file(), f"{page}: {words[1]}"
 
 
-def run_block(code, cwd):
-    """Run a block of Python in the directory `cwd`; returns its names and what it prints."""
-    (cwd / "block.py").write_text(code, encoding="utf-8")
-    with contextlib.chdir(cwd), contextlib.redirect_stdout(io.StringIO()) as printed:
-        return runpy.run_path("block.py"), printed
+# What makes the README's commands quick, by the script that they run. "shakespeare" is a file here.
+QUICK = {
+    "train.py": "--max_iters=4 --eval_interval=4 --eval_tokens=64 --n_layer=1 --curves=false",
+    "sample.py": "--max_new_tokens=20",
+    "gptling.compare": "--seeds=1 -- --max_iters=4 --n_layer=1",
+}
 
 
-GENERATE, PIPELINE = blocks(ROOT / "README.md", "python")
-
-
-@pytest.mark.parametrize("code", [GENERATE, pytest.param(PIPELINE, marks=pytest.mark.slow)])
-def test_python_in_the_readme_runs(code, trained):
-    code = re.sub(r"out/\w+/checkpoint-\d+", "out/mine/checkpoint-20", code)
-    code = code.replace("out/quickstart", "out/mine").replace('"def"', '"12 green"')
-    code = code.replace("max_new_tokens=40", "max_new_tokens=8")  # transformers has no window rule
-    assert run_block(code, trained)[1].getvalue().strip()
+@pytest.mark.slow
+def test_the_blocks_of_the_readme_run_in_their_order_in_one_folder(tmp_path):
+    """In a repository of its own. Installing and the tests are left out: CI runs these commands."""
+    listed = subprocess.check_output("git ls-files -co --exclude-standard".split(), cwd=ROOT)
+    for name in filter(os.path.isfile, listed.decode().splitlines()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "my.txt").write_text(f"Once upon a time\n{TEXT}", encoding="utf-8")
+    (tmp_path / "shakespeare").write_text(f"ROMEO:\nWherefore? Why? Up!\n{TEXT}", encoding="utf-8")
+    author = "-c user.name=Reader -c user.email=reader@example.com"
+    for words in ("init -q", "add .", f"{author} commit -qm README"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(sh|python)\n(.*?)^```", text, re.M | re.S):
+        (tmp_path / "block.py").write_text(block, encoding="utf-8")
+        lines = commands(block) if language == "sh" else [["python", "block.py"]]
+        for words in lines:
+            if words[0] in ("pip", "pytest"):
+                continue
+            script = next((word for word in words if word in QUICK), None)
+            words = [sys.executable if word == "python" else word for word in words]
+            words += QUICK[script].split() if script else []
+            done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
 
 
 def test_the_line_after_a_checkpoint_is_replayed(trained, tmp_path):
@@ -100,7 +118,9 @@ def test_the_line_after_a_checkpoint_is_replayed(trained, tmp_path):
     last = read_log(tmp_path / "out/mine")[-2]
     (code,) = blocks(ROOT / "docs/comparing.md", "python")
     code = re.sub(r"out/my/checkpoint-\d+\"\), \d+", 'out/mine/checkpoint-20"), 21', code)
-    replayed, _ = run_block(code, tmp_path)
+    (tmp_path / "block.py").write_text(code, encoding="utf-8")
+    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()):
+        replayed = runpy.run_path("block.py")
     assert last["step"] == 21
     assert replayed["loss"].item() == pytest.approx(last["loss"], abs=1e-5)
     assert replayed["by_sequence"].mean().item() == pytest.approx(last["loss"], abs=1e-5)
