@@ -1,7 +1,7 @@
 """Make the pictures of the README and the docs again, in docs/:
 
     python docs/pictures.py attention
-    python docs/pictures.py minutes out/minutes_1 out/minutes_5 out/minutes_20 out/nanogpt_recipe
+    python docs/pictures.py minutes out/minutes_1=59 out/minutes_10=590  # with their seconds
     python docs/pictures.py explain page.html TOKEN LAYER HEAD  # a page of sample.py --explain
 
 You need pip install -e '.[curves,browser]', and Chromium with its driver for `explain`.
@@ -9,13 +9,15 @@ You need pip install -e '.[curves,browser]', and Chromium with its driver for `e
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parent
-BLUE, ORANGE = "#0072B2", "#D55E00"  # Okabe and Ito 2008, for the colour-blind
+ORANGE = "#D55E00"  # Okabe and Ito 2008, for the colour-blind, as the second blue
+BLUES = "#00395A", "#0072B2", "#56B4E9"
 
 
 def attention():
@@ -39,27 +41,34 @@ def attention():
 
 
 def minutes(*runs: str):
-    """Bits per byte against seconds of planned runs, and of nanoGPT's recipe, the last run."""
-    figure = Figure(figsize=(8, 4.2), dpi=160, layout="constrained")
+    """Bits per byte against seconds: nanoGPT's own code, and one to three planned runs, each
+    DIRECTORY=SECONDS. SECONDS: of the whole command, as its last lines report: "Done in 59 s"."""
+    figure = Figure(figsize=(8, 4.4), dpi=160, layout="constrained")
     axes = figure.subplots()
-    for run in runs:
-        lines = (Path(run) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+
+    def draw(log: Path, name: str, whole: float = 0, **style):
+        lines = log.read_text(encoding="utf-8").splitlines()
         entries = [entry for line in lines if "val_loss" in (entry := json.loads(line))]
-        seconds = [entry["seconds"] for entry in entries]
-        losses = [entry["bits_per_byte"] for entry in entries]
-        planned = run != runs[-1]
-        axes.plot(seconds, losses, "o-", markersize=4, color=BLUE if planned else ORANGE)
-        name = f"--minutes={run.rsplit('_', 1)[1]}" if planned else "nanoGPT's CPU recipe"
+        # A run's log begins after imports and the plan. nanoGPT's counts from the command's start.
+        before = whole - entries[-1]["seconds"] if whole else 0
+        trained = [entry for entry in entries if entry["step"] > 0]
+        seconds = [before + entry["seconds"] for entry in trained]
+        losses = [entry["bits_per_byte"] for entry in trained]
         label = f"{name}: {losses[-1]:.3f} after {seconds[-1]:.0f} s"
-        # Below its end, but above it for the last planned run, and beside it for the recipe.
-        offset = ((24, 16) if run == runs[-2] else (0, -16)) if planned else (8, -3)
-        place = {"xytext": offset, "textcoords": "offset points"}
-        place |= {"ha": "center" if planned else "left", "color": BLUE if planned else ORANGE}
-        axes.annotate(label, (seconds[-1], losses[-1]), **place)
+        axes.plot(seconds, losses, label=label, markersize=6, **style)
+
+    log, name = DOCS / "experiments/speed/nanogpt.jsonl", "nanoGPT's own code, its CPU recipe"
+    draw(log, name, color=ORANGE, linestyle="dashed", marker="s")
+    for run, color, marker in zip(runs, BLUES, "o^D", strict=False):
+        directory, whole = run.rsplit("=", 1)
+        planned = tomllib.loads((Path(directory) / "config.toml").read_text(encoding="utf-8"))
+        name = f"gptling, --minutes={planned['minutes']:g}"
+        draw(Path(directory) / "log.jsonl", name, float(whole), color=color, marker=marker)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     axes.set_ylim(bottom=1.9)
-    axes.set(xscale="log", xlabel="seconds of training, on two CPU cores")
-    axes.set(ylabel="validation loss, bits per byte", title="Tiny Shakespeare")
-    ticks = [5, 10, 30, 60, 120, 300, 600, 1200]
+    axes.set(xscale="log", xlabel="seconds since the command's start, on two CPU cores")
+    axes.set(ylabel="tiny Shakespeare: validation loss, bits per byte")
+    ticks = [10, 20, 30, 60, 120, 300, 600, 1200]
     axes.set_xticks(ticks, map(str, ticks), minor=False)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
