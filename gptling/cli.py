@@ -24,8 +24,7 @@ CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
-BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
 
 
@@ -93,8 +92,7 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     the last one first. presets: the words before the first flag are. Raises UserError."""
     words, hints = sys.argv[1:] if argv is None else argv, get_type_hints(cls)
     names = list(takewhile(lambda word: word[:1] != "-", words)) if presets else []
-    flags = list(chain.from_iterable(map(read_preset, names)))
-    flags = join_switches(flags + words[len(names) :], hints)
+    flags = [*chain.from_iterable(map(read_preset, names)), *words[len(names) :]]
     parsed = [parse_flag(flag, hints) for flag in flags]
     config = tyro.cli(
         cls,
@@ -119,49 +117,25 @@ def read_preset(name: str) -> list[str]:
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
-def field_of(flag: str) -> str:
-    """Return the field that a flag sets: "n_layer" for --n-layer=3, "curves" for --no-curves."""
-    name, _, _ = flag.partition("=")
-    return name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
-
-
-def switch_words(hint: Any) -> set[str]:
-    """Return the values of a switch, in lower case, or nothing for a field of another type."""
-    choices = (True, False) if hint is bool else get_args(hint)
-    if True not in choices:
-        return set()
-    return BOOLEANS.keys() | {str(choice).lower() for choice in choices}
-
-
-def join_switches(flags: list[str], hints: dict[str, Any]) -> list[str]:
-    """Return --bias=true for the two words --bias true. Other words stay."""
-    joined = [""]
-    for word in flags:
-        if "=" not in joined[-1] and word.lower() in switch_words(hints.get(field_of(joined[-1]))):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined[1:]
-
-
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the field that a flag sets, and its words for tyro: --no-curves for --curves=false,
-    and an unknown flag apart from its value, so that tyro finds a similar one. Raises UserError for
-    the initials of a field, such as --lr."""
-    field = field_of(flag)
+    """Return the field that a flag sets, and its words for tyro: --no-curves for --curves=off, and
+    an unknown flag apart from its value, so that tyro finds a similar one. Raises UserError for the
+    initials of a field, such as --lr."""
     name, _, value = flag.partition("=")
-    if field not in hints:
-        for known in hints:
-            if field == "".join(re.findall("(?:^|_)(.)", known)):
-                raise UserError(f"--{field} is no flag: perhaps you meant --{known}")
-        return field, flag.split("=", 1) if field else [flag]
-    if not switch_words(hints[field]):
+    field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
+    if field in hints:
+        hint = hints[field]
+        spelling = value.lower() or str(not re.match("--no[-_]", name)).lower()
+        on = BOOLEANS.get(spelling)
+        if hint is bool and on is not None:
+            return field, [f"--{field}" if on else f"--no-{field}"]
+        if True in get_args(hint) and value and on is not None:
+            return field, [f"--{field}={on}"]
         return field, [flag]
-    bare = "false" if name[2:5] in ("no-", "no_") else "true"
-    on = BOOLEANS.get(value.lower() or bare)
-    if hints[field] is bool and on is not None:
-        return field, [f"--{field}" if on else f"--no-{field}"]
-    return field, [flag if on is None else f"--{field}={on}"]
+    for known in hints:
+        if field == "".join(re.findall("(?:^|_)(.)", known)):
+            raise UserError(f"--{field} is no flag: perhaps you meant --{known}")
+    return field, flag.split("=", 1) if field else [flag]
 
 
 def check_numbers(config: Any):
