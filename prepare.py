@@ -106,8 +106,11 @@ def prepare(config: PrepareConfig) -> Path:
     print(f"  tokenizer: {meta['tokenizer']}, {tokenizer.n_vocab:,} tokens{how}")
     print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")
     if corpus.n_repeated or corpus.refused:
-        counts = f"{corpus.n_repeated:,} repeated documents, {len(corpus.refused):,} files"
-        print(f"  left out: {counts}", *corpus.refused[:5], sep="\n    ")
+        print(
+            f"  left out: {corpus.n_repeated:,} repeated documents, {len(corpus.refused):,} files",
+            *corpus.refused[:5],
+            sep="\n    ",
+        )
     return target
 
 

@@ -30,16 +30,21 @@ GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
 TOKENS_PER_SHARD = 50_000_000
 # Parts of Python's library that are tests, tables or generated, or that not every Python has.
-NO_EXAMPLES = r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities"
-NO_EXAMPLES += r"|stringprep|this|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
+NO_EXAMPLES = (
+    r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities"
+    r"|stringprep|this|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
+)
 
 
 def find_sources(name: str, field: str) -> list[Path | Iterable[dict]]:
     """The files or records that a name means. "" is Python's library, or else its reference."""
     if not name:
         library = Path(sysconfig.get_path("stdlib"))
-        files = sorted(library.rglob("*.py"))
-        chosen = [f for f in files if not re.search(NO_EXAMPLES, str(f.relative_to(library)))]
+        chosen = sorted(
+            file
+            for file in library.rglob("*.py")
+            if not re.search(NO_EXAMPLES, str(file.relative_to(library)))
+        )
         return chosen or [[{field: text} for text in topics.values()]]
     if name.startswith("hf:"):
         from datasets import load_dataset  # not everybody has it
@@ -62,8 +67,8 @@ def read_pieces(source: Path | Iterable[dict], field: str) -> Iterator[str]:
     elif name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
 
-        batches = ParquetFile(source).iter_batches(100)
-        yield from _records((row for batch in batches for row in batch.to_pylist()), field)
+        for batch in ParquetFile(source).iter_batches(100):
+            yield from _records(batch.to_pylist(), field)
     else:  # text mode reads "\n" for every end of a line
         opened = gzip.open if name.endswith(".gz") else open
         with opened(source, "rt", encoding="utf-8-sig") as file:
@@ -82,7 +87,8 @@ def _records(records, field):
 
 
 def _pieces(chunks):
-    text, mark = "", re.escape(END_OF_TEXT) + r"\n*+"
+    text = ""
+    mark = re.escape(END_OF_TEXT) + r"\n*+"
     for chunk in chain(chunks, [""]):
         end = r"(?!\Z)" if chunk else ""  # the next chunk may begin with more newlines
         *ended, text = re.split(mark + end, text + chunk)
@@ -93,6 +99,12 @@ def _pieces(chunks):
             yield text[:cut]
             text = text[cut:]
     yield from (text, "")
+
+
+def read_documents(source: Path | Iterable[dict], field: str) -> Iterator[Iterator[str]]:
+    """Yield the documents of a source, each as an iterator of its pieces."""
+    groups = groupby(read_pieces(source, field), bool)
+    return (document for text, document in groups if text)
 
 
 def validation_bytes(sizes: np.ndarray) -> np.ndarray:
@@ -118,21 +130,22 @@ class Corpus:
     def __init__(self, names: Iterable[str], field: str = "text"):
         self.field, self.sources, self.refused, measured = field, [], [], array("q")
         for source in [source for name in names or [""] for source in find_sources(name, field)]:
-            found, key, size = array("q"), 0, 0
+            found = array("q")
             try:
-                for text in read_pieces(source, field):
-                    if text:
-                        key, size = hash((key, text)), size + len(text.encode())
-                    elif size:
-                        found.extend((key, size))
-                        key, size = 0, 0
+                for document in read_documents(source, field):
+                    key = size = 0
+                    for text in document:
+                        key = hash((key, text))
+                        size += len(text.encode())
+                    found.extend((key, size))
                 self.sources.append(source)
                 measured.extend(found)
             except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
                 self.refused.append(f"{source}: {type(error).__name__}: {error}")
         keys, sizes = np.array(measured).reshape(-1, 2).T
         first = np.sort(np.unique(keys, return_index=True)[1])
-        self.n_documents, self.n_repeated = len(first), len(sizes) - len(first)
+        self.n_documents = len(first)
+        self.n_repeated = len(sizes) - len(first)
         if not self.n_documents:
             raise UserError("; ".join([f"{' '.join(names)}: no text in UTF-8", *self.refused[:5]]))
         self.n_train = np.full(len(sizes), -1)  # bytes of each to train on; -1: left out
@@ -141,10 +154,10 @@ class Corpus:
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield ("train" or "val", text). An empty text ends a document's part of a split."""
         self.count = Counter()
-        pieces = (text for source in self.sources for text in read_pieces(source, self.field))
-        documents = (document for text, document in groupby(pieces, bool) if text)
-        for n_train, document in zip(self.n_train, documents, strict=True):
-            ends, rest = {}, n_train  # rest: bytes to train on from here
+        documents = (read_documents(source, self.field) for source in self.sources)
+        for n_train, document in zip(self.n_train, chain.from_iterable(documents), strict=True):
+            ends = {}
+            rest = n_train  # bytes to train on from here
             for text in document if n_train >= 0 else ():
                 raw = text.encode()
                 head = raw[: max(0, rest)].decode(errors="ignore")  # whole characters
@@ -159,9 +172,13 @@ class Corpus:
 
 def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]):
     """Yield (key, ids) for each (key, text), in order, with a bounded amount of text in memory."""
-    local, threads = threading.local(), os.cpu_count()
-    ranks, special = tokenizer._mergeable_ranks, tokenizer._special_tokens
-    parts = dict(pat_str=tokenizer._pat_str, mergeable_ranks=ranks, special_tokens=special)
+    local = threading.local()
+    threads = os.cpu_count()
+    parts = dict(
+        pat_str=tokenizer._pat_str,
+        mergeable_ranks=tokenizer._mergeable_ranks,
+        special_tokens=tokenizer._special_tokens,
+    )
 
     def encode_group(group):  # tiktoken releases the interpreter's lock
         if not hasattr(local, "tokenizer"):  # threads that share one wait for each other
@@ -187,17 +204,23 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
     Empty ids end a document. Returns the tokens of each split, and the sha256 of the ids."""
     dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32)
     end = [tokenizer.eot_token] if END_OF_TEXT in tokenizer.special_tokens_set else []
-    unsaved, n_tokens = {"train": bytearray(), "val": bytearray()}, Counter()
-    fingerprint, shards = hashlib.sha256(), (f"train-{n:05}.npy" for n in count())
+    unsaved = {"train": bytearray(), "val": bytearray()}
+    n_tokens = Counter()
+    fingerprint = hashlib.sha256()
+    shards = (f"train-{n:05}.npy" for n in count())
+
+    def save(split, name):
+        np.save(directory / name, np.frombuffer(unsaved[split], dtype))
+
     for split, ids in encoded:
         ids = np.array(ids if len(ids) else end, dtype)
         unsaved[split] += ids.tobytes()
         n_tokens[split] += len(ids)
         fingerprint.update(ids)
         if len(unsaved["train"]) >= TOKENS_PER_SHARD * dtype.itemsize:
-            np.save(directory / next(shards), np.frombuffer(unsaved["train"], dtype))
+            save("train", next(shards))
             unsaved["train"] = bytearray()
     if unsaved["train"]:
-        np.save(directory / next(shards), np.frombuffer(unsaved["train"], dtype))
-    np.save(directory / "val.npy", np.frombuffer(unsaved["val"], dtype))
+        save("train", next(shards))
+    save("val", "val.npy")
     return n_tokens, fingerprint.hexdigest()
