@@ -1,7 +1,7 @@
 """Text to token ids.
 
     python prepare.py                            # the source of Python's standard library
-    python prepare.py shakespeare                # a named download
+    python prepare.py https://example.org/a.txt  # a URL, or the word shakespeare
     python prepare.py my.txt notes/ chat.jsonl.gz --tokenizer bpe --vocab_size 4096 --name mine
     python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT:train --tokenizer gpt2
 
@@ -28,7 +28,7 @@ from gptling.files import new_directory
 
 @dataclass
 class PrepareConfig:
-    # files, folders, hf:NAME:CONFIG:SPLIT, or shakespeare. Default: Python's standard library
+    # files, folders, URLs, hf:NAME:CONFIG:SPLIT, or shakespeare. Default: Python's standard library
     sources: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()
     field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
     tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
@@ -44,7 +44,8 @@ class PrepareConfig:
 
 def name_after(sources: tuple[str, ...]) -> str:
     """The name of a data directory: that of its first source, without the ending."""
-    first = re.sub("^hf:([^:]*).*", r"\1", sources[0] if sources else "quickstart")
+    first = sources[0] if sources else "quickstart"
+    first = re.sub(r"^hf:([^:]*).*|^(https?://[^?#]*).*", r"\1\2", first)
     endings = r"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$"
     return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
@@ -81,10 +82,10 @@ def prepare(config: PrepareConfig) -> Path:
         raise UserError(f"{target} already exists: use --overwrite, or choose another --name")
     if any(Path(source).resolve().is_relative_to(target.resolve()) for source in config.sources):
         raise UserError(f"{target} holds the text, and would be replaced: choose another --name")
-    corpus = Corpus(config.sources, config.field)
-    tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
     how = ", chosen for this text (change with --tokenizer)" if config.tokenizer == "auto" else ""
     with new_directory(target) as directory:
+        corpus = Corpus(config.sources, directory.parent, config.field)
+        tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
         texts = tqdm(corpus.texts(), unit=" texts", leave=False, disable=None)
         encoded = encode_on_all_cores(tokenizer, texts)
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)

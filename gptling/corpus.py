@@ -6,25 +6,30 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sysconfig
 import threading
-import urllib.request
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from itertools import chain, count, groupby
 from pathlib import Path
 from pydoc_data.topics import topics
+from tempfile import NamedTemporaryFile
+from urllib.request import urlopen
 
 import numpy as np
 import tiktoken
+from tqdm import tqdm
 
 from gptling.files import UserError
 from gptling.tokenizers import END_OF_TEXT, encode
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
+BY_HAND = ". Download it by hand, then: python prepare.py input.txt --name=shakespeare"
 CHUNK = 1 << 20  # characters of a text file that are read at once
 GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
@@ -36,8 +41,23 @@ NO_EXAMPLES = (
 )
 
 
-def find_sources(name: str, field: str) -> list[Path | Iterable[dict]]:
-    """The files or records that a name means. "" is Python's library, or else its reference."""
+def download(url: str, directory: Path) -> Path:
+    """Write what is at a URL into a new file in the directory, with the ending of the URL."""
+    name = re.sub(r"^[^?#]*/|[?#].*", "", url)
+    with (
+        urlopen(url, timeout=30) as response,
+        NamedTemporaryFile(dir=directory, suffix=name, delete=False) as file,
+        tqdm.wrapattr(response, "read", response.length, disable=None) as body,
+    ):
+        shutil.copyfileobj(body, file)
+    if response.length:  # bytes that are missing
+        raise OSError("the connection was closed before the end")
+    return Path(file.name)
+
+
+def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable[dict]]:
+    """The files or records that a name means. "" is Python's library, or else its reference. The
+    file of a URL is written into the directory `downloads`. Raises UserError."""
     if not name:
         library = Path(sysconfig.get_path("stdlib"))
         chosen = sorted(
@@ -46,16 +66,21 @@ def find_sources(name: str, field: str) -> list[Path | Iterable[dict]]:
             if not re.search(NO_EXAMPLES, str(file.relative_to(library)))
         )
         return chosen or [[{field: text} for text in topics.values()]]
+    if Path(name).is_dir():  # its files by name, without hidden ones, also where links lead
+        found = map(Path, glob.iglob(f"{glob.escape(name)}/**", recursive=True))
+        return sorted(file for file in found if file.is_file())
+    url = SHAKESPEARE if name == "shakespeare" else name
     if name.startswith("hf:"):
         from datasets import load_dataset  # not everybody has it
 
         repo, config, split = [*name.split(":")[1:], "", ""][:3]
         return [load_dataset(repo, config or None, split=split or "train", streaming=True)]
-    if name == "shakespeare" and not Path(name).exists():
-        return [[{field: urllib.request.urlopen(SHAKESPEARE, timeout=30).read().decode()}]]
-    if Path(name).is_dir():  # its files by name, without hidden ones, also where links lead
-        found = map(Path, glob.iglob(f"{glob.escape(name)}/**", recursive=True))
-        return sorted(file for file in found if file.is_file())
+    if url.startswith(("http://", "https://")):
+        try:
+            return [download(url, downloads)]
+        except (OSError, HTTPException) as error:
+            hint = BY_HAND if url == SHAKESPEARE else ""
+            raise UserError(f"{url}: {error}{hint}") from None
     return [Path(name)]
 
 
@@ -125,23 +150,26 @@ def validation_bytes(sizes: np.ndarray) -> np.ndarray:
 
 class Corpus:
     """The documents of the named sources, equal ones once. count: characters, and bytes of "train"
-    and "val", that texts() has given. Raises UserError if there is no text."""
+    and "val", that texts() has given. Files of URLs are in the directory `downloads`, which must
+    exist as long as the corpus is read. Raises UserError if there is no text."""
 
-    def __init__(self, names: Iterable[str], field: str = "text"):
+    def __init__(self, names: Iterable[str], downloads: Path, field: str = "text"):
         self.field, self.sources, self.refused, measured = field, [], [], array("q")
-        for source in [source for name in names or [""] for source in find_sources(name, field)]:
-            found = array("q")
-            try:
-                for document in read_documents(source, field):
-                    key = size = 0
-                    for text in document:
-                        key = hash((key, text))
-                        size += len(text.encode())
-                    found.extend((key, size))
-                self.sources.append(source)
-                measured.extend(found)
-            except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-                self.refused.append(f"{source}: {type(error).__name__}: {error}")
+        for name in names or [""]:
+            for source in find_sources(name, field, downloads):
+                label = str(source) if Path(name).is_dir() else name
+                found = array("q")
+                try:
+                    for document in read_documents(source, field):
+                        key = size = 0
+                        for text in document:
+                            key = hash((key, text))
+                            size += len(text.encode())
+                        found.extend((key, size))
+                    self.sources.append(source)
+                    measured.extend(found)
+                except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    self.refused.append(f"{label}: {type(error).__name__}: {error}")
         keys, sizes = np.array(measured).reshape(-1, 2).T
         first = np.sort(np.unique(keys, return_index=True)[1])
         self.n_documents = len(first)

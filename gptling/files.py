@@ -49,8 +49,8 @@ def lock_directory(directory: Path) -> filelock.FileLock:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Give a directory to write into, which replaces `target` once its files are on the disk. An
-    error leaves nothing."""
+    """Give a directory to write into, which replaces `target` once its files are on the disk. Its
+    parent is for what is deleted at the end. An error leaves nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         new = Path(temporary, "new")

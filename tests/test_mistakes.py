@@ -46,6 +46,8 @@ MISTAKES = [
     ("prepare.py bad.jsonl", "bad.jsonl", "text", "--field can be one of ['txt']"),
     ("prepare.py cut.jsonl.gz", "cut.jsonl.gz"),
     ("prepare.py pictures", "pictures", "text"),
+    ("prepare.py https://example.org/a.txt", "https://example.org/a.txt", "refused"),
+    ("prepare.py shakespeare", "input.txt: ", "by hand", "input.txt --name=shakespeare"),
     ("prepare.py a.txt --name=mine", "data/mine", "--overwrite"),
     ("prepare.py data/notes/a.txt --name=notes --overwrite", "data/notes", "another --name"),
     ("prepare.py a.txt --name=../up", "--name", "../up", 2),
@@ -140,8 +142,17 @@ def contents(directory):
     return found
 
 
+@pytest.fixture
+def offline(monkeypatch):
+    """No network."""
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")  # where nobody listens
+    monkeypatch.setattr("urllib.request._opener", None)  # which knows older proxies
+
+
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row[0])
-def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, row, train_here):
+def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(
+    world, row, train_here, offline
+):
     place, _, command = row[0].removeprefix("in ").rpartition(": ")
     command = command.replace("NEW", "TINY --out_dir=new").replace("TINY", " ".join(TINY))
     script, *arguments = command.split()

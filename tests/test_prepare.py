@@ -12,7 +12,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle, groupby
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -138,20 +140,74 @@ def test_another_field_and_half_a_character_are_read(here):
 def test_the_quick_start_is_the_source_of_pythons_library(here, monkeypatch):
     """Or its language reference, if Python comes without a source."""
     library = sysconfig.get_path("stdlib")
-    files = [file.relative_to(library) for file in corpus.find_sources("", "text")]
+    files = [file.relative_to(library) for file in corpus.find_sources("", "text", here)]
     assert Path("json/decoder.py") in files and files == sorted(files)
     left_out = {"test", "tests", "site-packages", "encodings", "idlelib"}
     left_out |= {"pydoc_data", "entities.py", "stringprep.py"}  # generated, and tables
     assert not left_out & {*Path(*files).parts}
     assert not any(file.name.startswith("_sysconfigdata") for file in files)
     monkeypatch.setattr(sysconfig, "get_path", lambda _: here / "empty")
-    assert "The standard type hierarchy" in "".join(text for _, text in corpus.Corpus([]).texts())
+    texts = corpus.Corpus([], here).texts()
+    assert "The standard type hierarchy" in "".join(text for _, text in texts)
 
 
-def test_shakespeare_is_downloaded(here, monkeypatch):
-    (here / "original").write_text("all the world's a stage\n" * 10)
-    monkeypatch.setattr(corpus, "SHAKESPEARE", (here / "original").as_uri())
-    assert text_of(prepare(PrepareConfig(("shakespeare",)))) == "all the world's a stage\n" * 10
+# ---------------------------------------------------------------- downloads
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves a text with its path at every path: none if it is "missing", half of it if "torn"."""
+
+    def do_GET(self):
+        self.server.paths.append(self.path)
+        if "missing" in self.path:
+            return self.send_error(404)
+        body = f"{TEXT}{self.path}".encode()
+        body = gzip.compress(body) if ".GZ" in self.path else body
+        self.send_response(200)
+        self.send_header("Content-Length", len(body))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if "torn" in self.path else body)
+
+    def log_message(self, *arguments):
+        """Keep quiet."""
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A web server of this machine. paths: what it was asked for."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.paths, server.url = [], f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield server
+        server.shutdown()
+
+
+def test_a_text_is_downloaded_once_and_read_by_its_ending(here, server):
+    path = "/b/a.Txt.GZ?download=1&from=c/d.e"
+    data = prepare(PrepareConfig((f"{server.url}{path}#top",)))
+    assert data == Path("data/a") and server.paths == [path]
+    assert text_of(data) == TEXT + path
+    assert [*here.iterdir(), *(here / "data").iterdir()] == [here / "data", here / data]
+
+
+def test_urls_with_the_same_ending_are_different_texts(here, server):
+    data = prepare(PrepareConfig((f"{server.url}/en/a.txt", f"{server.url}/fr/a.txt")))
+    assert "/en/a" in text_of(data) and "/fr/a" in text_of(data)
+
+
+def test_shakespeare_is_downloaded(here, server, monkeypatch):
+    monkeypatch.setattr(corpus, "SHAKESPEARE", f"{server.url}/input.txt")
+    data = prepare(PrepareConfig(("shakespeare",)))
+    assert data == Path("data/shakespeare") and text_of(data) == TEXT + "/input.txt"
+
+
+@pytest.mark.parametrize("name, reason", [("missing.txt", "404"), ("torn.txt", "closed")])
+def test_a_failed_download_is_one_line_and_leaves_nothing(here, server, name, reason):
+    url = f"{server.url}/{name}"
+    (here / "a.txt").write_text(TEXT)
+    one_line(run_here("prepare.py", "a.txt", url, cwd=here), url, reason)
+    assert not [*(here / "data").iterdir()]
 
 
 # ---------------------------------------------------------------- text that comes back
@@ -332,9 +388,12 @@ def test_an_existing_directory_is_replaced_by_a_whole_one(here):
 @pytest.mark.skipif(os.name == "nt", reason="Windows ends a process without a signal")
 def test_a_stopped_preparation_leaves_nothing(tmp_path):
     (tmp_path / "large.txt").write_text("some words in a line\n" * 3_000_000)
-    command = [sys.executable, ROOT / "prepare.py", "large.txt", "--tokenizer=char"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
-    while not list(tmp_path.glob("data/.large.*/new")):
+    code = "from gptling import cli, corpus; import prepare; corpus.TOKENS_PER_SHARD = 1"
+    arguments = [f"{code}; cli.run(prepare.main)", "large.txt", "--tokenizer=byte"]
+    command = [sys.executable, "-c", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, env=environment)
+    while not list(tmp_path.glob("data/.large.*/new/train-00000.npy")):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -345,7 +404,8 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path):
 
 def test_data_is_called_after_its_source():
     names = {"my.novel.v2.txt": "my.novel.v2", ".txt": "txt", "a/B.JSONL.gz": "B", "a b/": "a b"}
-    for source, name in (names | {"hf:user/rows:config:train": "rows"}).items():
+    names |= {"hf:user/rows:config:train": "rows", "https://h.org/a/b.c.txt.gz?d=/e.txt": "b.c"}
+    for source, name in names.items():
         assert name_after((source, "other.txt")) == name
 
 
