@@ -70,17 +70,17 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable
         found = map(Path, glob.iglob(f"{glob.escape(name)}/**", recursive=True))
         return sorted(file for file in found if file.is_file())
     url = SHAKESPEARE if name == "shakespeare" else name
-    if name.startswith("hf:"):
-        from datasets import load_dataset  # not everybody has it
+    try:
+        if name.startswith("hf:"):
+            from datasets import load_dataset  # not everybody has it
 
-        repo, config, split = [*name.split(":")[1:], "", ""][:3]
-        return [load_dataset(repo, config or None, split=split or "train", streaming=True)]
-    if url.startswith(("http://", "https://")):
-        try:
+            repo, config, split = [*name.split(":")[1:], "", ""][:3]
+            return [load_dataset(repo, config or None, split=split or "train", streaming=True)]
+        if url.startswith(("http://", "https://")):
             return [download(url, downloads)]
-        except (OSError, HTTPException) as error:
-            hint = BY_HAND if url == SHAKESPEARE else ""
-            raise UserError(f"{url}: {error}{hint}") from None
+    except (OSError, HTTPException, ValueError, RuntimeError) as error:
+        hint = BY_HAND if url == SHAKESPEARE else ""
+        raise UserError(f"{url}: {error}{hint}") from None
     return [Path(name)]
 
 

@@ -210,6 +210,15 @@ def test_a_failed_download_is_one_line_and_leaves_nothing(here, server, name, re
     assert not [*(here / "data").iterdir()]
 
 
+@pytest.mark.parametrize("source, word", [(":x", "default"), ("::nix", "train"), ("/nix", "find")])
+def test_a_wrong_part_of_a_hub_data_set_is_one_line(here, source, word):
+    pytest.importorskip("datasets", reason="Data sets of the hub: pip install datasets")
+    (here / "rows").mkdir()
+    (here / "rows" / "a.txt").write_text(TEXT)
+    source = f"hf:{here / 'rows'}{source}"
+    one_line(run_here("prepare.py", source, cwd=here), source, word)
+
+
 # ---------------------------------------------------------------- text that comes back
 
 # The same examples in every run.
