@@ -30,6 +30,8 @@ from gptling.tokenizers import END_OF_TEXT, encode
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
 BY_HAND = ". Download it by hand, then: python prepare.py input.txt --name=shakespeare"
+CONVERT = """. Perhaps it is Latin-1. This writes utf8.txt: python -c \
+"open('utf8.txt', 'x', encoding='utf-8').write(open({!r}, encoding='cp1252').read())\""""
 CHUNK = 1 << 20  # characters of a text file that are read at once
 GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
@@ -168,6 +170,10 @@ class Corpus:
                         found.extend((key, size))
                     self.sources.append(source)
                     measured.extend(found)
+                except UnicodeDecodeError as error:
+                    is_text = Path(label).is_file() and b"\0" not in error.object
+                    hint = CONVERT.format(label) if is_text else ""
+                    self.refused.append(f"{label}: not UTF-8{hint}")
                 except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
                     self.refused.append(f"{label}: {type(error).__name__}: {error}")
         keys, sizes = np.array(measured).reshape(-1, 2).T
@@ -175,7 +181,7 @@ class Corpus:
         self.n_documents = len(first)
         self.n_repeated = len(sizes) - len(first)
         if not self.n_documents:
-            raise UserError("; ".join([f"{' '.join(names)}: no text in UTF-8", *self.refused[:5]]))
+            raise UserError("; ".join(self.refused[:5]) or f"{' '.join(names)}: no text")
         self.n_train = np.full(len(sizes), -1)  # bytes of each to train on; -1: left out
         self.n_train[first] = sizes[first] - validation_bytes(sizes[first])
 

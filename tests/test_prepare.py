@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_every_kind_of_source_gives_its_documents_once(here, kind, capsys):
     notes = "\n".join(lines[4:])
     assert lines[1].startswith("  documents: 60, ")
     assert notes.startswith("  left out: 1 repeated documents, ")
-    assert kind != "folder" or ("3 files" in notes and "latin.txt: UnicodeDecodeError" in notes)
+    assert kind != "folder" or ("3 files" in notes and "latin.txt: not UTF-8" in notes)
     train, val = (text_of(data, split).split(END_OF_TEXT) for split in ("train", "val"))
     assert train.pop() == val.pop() == ""  # each document ends
     assert sorted(train + val) == sorted(DOCUMENTS)
@@ -149,6 +150,16 @@ def test_the_quick_start_is_the_source_of_pythons_library(here, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda _: here / "empty")
     texts = corpus.Corpus([], here).texts()
     assert "The standard type hierarchy" in "".join(text for _, text in texts)
+
+
+def test_a_text_in_latin_1_is_converted_by_the_command_in_the_message(here):
+    (here / "old.txt").write_bytes("“café” ".encode("cp1252") * 100)
+    (here / "picture.png").write_bytes(b"\x89PNG\0")
+    assert "python" not in one_line(run_here("prepare.py", "picture.png", cwd=here), "not UTF-8")
+    error = one_line(run_here("prepare.py", "old.txt", cwd=here), "old.txt: not UTF-8", "Latin-1")
+    command = shlex.split(error.partition("python ")[2])
+    subprocess.run([sys.executable, *command], check=True, cwd=here)
+    assert text_of(prepare(PrepareConfig(("utf8.txt",)))) == "“café” " * 100
 
 
 # ---------------------------------------------------------------- downloads
@@ -235,7 +246,7 @@ def test_any_text_comes_back_with_its_newlines_and_other_bytes_are_refused(text,
         try:
             text = re.sub("\r\n?", "\n", raw.decode().removeprefix("\ufeff"))
         except UnicodeDecodeError:
-            with pytest.raises(UserError, match=r"a\.txt: no text in UTF-8"):
+            with pytest.raises(UserError, match=r"a\.txt: not UTF-8"):
                 prepare_text(raw, tokenizer=tokenizer)
         else:
             data = prepare_text(raw, tokenizer=tokenizer)
