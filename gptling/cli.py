@@ -36,6 +36,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def describe(error: Exception) -> str:
     """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
+    if re.match("No module named '(datasets|pyarrow)", str(error)):
+        return f"{error}: pip install -e '.[datasets]'"
     known = UserError | ModuleNotFoundError | UnicodeError
     if isinstance(error, known) or getattr(error, "filename", None):
         return " ".join(str(error).split())

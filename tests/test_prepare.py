@@ -221,6 +221,15 @@ def test_a_failed_download_is_one_line_and_leaves_nothing(here, server, name, re
     assert not [*(here / "data").iterdir()]
 
 
+@pytest.mark.parametrize("source", ["rows.parquet", "hf:rows"])
+def test_a_missing_package_is_named_with_its_installation(here, monkeypatch, source):
+    (here / "rows.parquet").write_bytes(b"")
+    for name in ("pyarrow", "pyarrow.parquet", "datasets"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [])
+    one_line(run_here("prepare.py", source, cwd=here), "pip install -e '.[datasets]'")
+
+
 @pytest.mark.parametrize("source, word", [(":x", "default"), ("::nix", "train"), ("/nix", "find")])
 def test_a_wrong_part_of_a_hub_data_set_is_one_line(here, source, word):
     pytest.importorskip("datasets", reason="Data sets of the hub: pip install datasets")
