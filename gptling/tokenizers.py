@@ -113,11 +113,19 @@ def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_t
         vocab = dict(mergeable_ranks=ranks, special_tokens=special)
         tokenizer = tiktoken.Encoding(kind, pat_str=ANY_CHARACTER, **vocab)
     else:
+        from requests import RequestException  # tiktoken requires it
+
         try:
             tokenizer = tiktoken.get_encoding(kind)
-        except (OSError, ValueError) as error:  # it cannot be downloaded, or is unknown
-            hint = f"give one of {TOKENIZERS}, gpt2 or a directory"
-            raise UserError(f"--tokenizer={kind}: {hint}: {error}") from None
+        except RequestException as error:
+            raise UserError(
+                f"--tokenizer={kind}: {error.request.url} cannot be downloaded: connect to the "
+                "network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
+            ) from None
+        except ValueError as error:
+            raise UserError(
+                f"--tokenizer={kind}: give one of {TOKENIZERS}, gpt2 or a directory: {error}"
+            ) from None
     if vocab_size not in (0, n := tokenizer.n_vocab):
         raise UserError(f"--vocab_size={vocab_size}: give {n}, or more text for a bpe")
     return tokenizer

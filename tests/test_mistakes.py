@@ -54,6 +54,7 @@ MISTAKES = [
     ("prepare.py / --overwrite", "--name", 2),
     ("prepare.py a.txt --tokenizer=bqe", "bqe", "bpe", "char", "byte", "gpt2"),
     ("prepare.py a.txt --tokenizer=out/nix", "out/nix", "or a directory"),
+    ("prepare.py a.txt --tokenizer=p50k_edit", "p50k_edit", "https://", "TIKTOKEN_CACHE_DIR"),
     ("prepare.py new.txt --tokenizer=out/mine", "'ü'", "U+00FC"),
     ("prepare.py a.txt --tokenizer=bpe --vocab_size=256", "256", "257"),
     ("prepare.py a.txt --tokenizer=bpe --vocab_size=5000", "5000", "more text"),
@@ -144,9 +145,10 @@ def contents(directory):
 
 @pytest.fixture
 def offline(monkeypatch):
-    """No network."""
+    """No network, and no vocabulary from before."""
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")  # where nobody listens
     monkeypatch.setattr("urllib.request._opener", None)  # which knows older proxies
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
 
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row[0])
