@@ -86,7 +86,7 @@ def prepare(config: PrepareConfig) -> Path:
     with new_directory(target) as directory:
         corpus = Corpus(config.sources, directory.parent, config.field)
         tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
-        texts = tqdm(corpus.texts(), unit=" texts", leave=False, disable=None)
+        texts = tqdm(corpus.texts(), "encoding", unit=" texts", leave=False, disable=None)
         encoded = encode_on_all_cores(tokenizer, texts)
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target

@@ -130,7 +130,10 @@ def _pieces(chunks):
 
 def read_documents(source: Path | Iterable[dict], field: str) -> Iterator[Iterator[str]]:
     """Yield the documents of a source, each as an iterator of its pieces."""
-    groups = groupby(read_pieces(source, field), bool)
+    pieces = read_pieces(source, field)
+    # A bar for those of a long source, in a terminal.
+    shown = tqdm(pieces, "reading", unit=" pieces", leave=False, delay=1, disable=None)
+    groups = groupby(shown, bool)
     return (document for text, document in groups if text)
 
 

@@ -78,7 +78,7 @@ def test_what_commands_install_and_run_is_there():
             assert (ROOT / words[1]).is_file(), f"{page}: {words[1]}"
 
 
-# What makes the README's commands quick, by the script that they run. "shakespeare" is a file here.
+# What makes the commands of the README quick. "shakespeare" is a folder here.
 QUICK = {
     "train.py": "--max_iters=4 --eval_interval=4 --eval_tokens=64 --n_layer=1 --curves=false",
     "sample.py": "--max_new_tokens=20",
@@ -94,7 +94,10 @@ def test_the_blocks_of_the_readme_run_in_their_order_in_one_folder(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "my.txt").write_text(f"Once upon a time\n{TEXT}", encoding="utf-8")
-    (tmp_path / "shakespeare").write_text(f"ROMEO:\nWherefore? Why? Up!\n{TEXT}", encoding="utf-8")
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "shakespeare/input.txt").write_text(
+        f"ROMEO:\nWherefore? Why? Up!\n{TEXT}", encoding="utf-8"
+    )
     author = "-c user.name=Reader -c user.email=reader@example.com"
     for words in ("init -q", "add .", f"{author} commit -qm README"):
         subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
