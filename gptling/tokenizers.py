@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -92,7 +93,9 @@ def train_bpe(texts: Iterable[str], size: int) -> tiktoken.Encoding:
     """A byte-level BPE of `size` tokens with end-of-text, fewer for a repetitive text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = _pre_tokenizer(BPE_PATTERN)
-    trainer = trainers.BpeTrainer(vocab_size=size - 1, initial_alphabet=LETTERS)
+    shown = sys.stderr.isatty()  # elsewhere its bars are empty lines
+    options = dict(initial_alphabet=LETTERS, show_progress=shown)
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, **options)
     bpe.train_from_iterator(draw_sample(texts)[0], trainer)
     bpe.add_special_tokens([END_OF_TEXT])
     return _to_tiktoken("bpe", BPE_PATTERN, bpe)
