@@ -86,7 +86,6 @@ class MultiHeadAttention(nn.Module):
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
         mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
-        self.checked = None, 0, False  # see has_plain_mask
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
         """x (B, T, d_in) to (B, T, d_out).
@@ -141,14 +140,18 @@ class MultiHeadAttention(nn.Module):
         hidden elsewhere. Positions are columns: a row with padding on its left begins later."""
         return mask
 
-    @torch.compiler.assume_constant_result
     def has_plain_mask(self) -> bool:
         """Whether causal_mask is a triangle, or all True, as the kernel's own masks are."""
-        mask, version = self.causal_mask, self.causal_mask._version
-        if self.checked[0] is not mask or self.checked[1] != version:  # a new or changed buffer
+        mask = self.causal_mask
+        if getattr(mask, "checked", None) != mask._version:  # a new or changed buffer
             plain = torch.ones_like(mask)
-            self.checked = mask, version, torch.equal(mask, plain.tril() if self.causal else plain)
-        return self.checked[2]
+            mask.plain = torch.equal(mask, plain.tril() if self.causal else plain)
+            mask.checked = mask._version
+        return mask.plain
+
+    # torch.compile calls it once and keeps the answer. @torch.compiler.assume_constant_result sets
+    # the same mark, but imports the whole compiler.
+    has_plain_mask._dynamo_marked_constant = True
 
 
 class KVCache:

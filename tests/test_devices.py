@@ -145,3 +145,8 @@ def test_a_device_that_computes_something_else_than_a_cpu_is_reported(
     line = capsys.readouterr().out
     assert ("on mps" in line and "--device=cpu" in line) == bool(line) == differs
     assert model.training and torch.equal(model.wte.weight, before)
+
+
+def test_scripts_start_without_pytorchs_compiler():
+    code = "import sys, sample, train; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
