@@ -98,15 +98,7 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs); of a context k, v (B, nh, S, hs)
         if cache is not None:
             k, v = cache.append(k, v, self.block_size)  # (B, nh, S, hs)
-        causal = self.causal_mask[None, None, past : past + q.size(2), : k.size(2)]  # (1, 1, T, S)
-        mask, has_key = self.mask(causal, past), None
-        plain = mask is causal and padding_mask is None and self.has_plain_mask()
-        if plain and (past == 0 or q.size(2) == 1):
-            # The kernel's own mask is faster. A single query after others attends to all keys.
-            options = {"is_causal": self.causal if past == 0 else False}
-        else:
-            mask, has_key = hide_padding(mask, padding_mask)
-            options = {"attn_mask": mask}
+        options, has_key = self.mask_options(q, k, past, padding_mask)
         dropout_p = self.dropout if self.training else 0.0
         y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)
         y = y if has_key is None else y * has_key
@@ -139,6 +131,18 @@ class MultiHeadAttention(nn.Module):
         floats to add to the scores, -inf for a hidden key: (B or 1, nh or 1, T, S). Only padding is
         hidden elsewhere. Positions are columns: a row with padding on its left begins later."""
         return mask
+
+    def mask_options(self, q, k, past, padding_mask):
+        """Return the kernel's arguments that hide keys, and has_key (see hide_padding) or None."""
+        causal = self.causal_mask[None, None, past : past + q.size(2), : k.size(2)]  # (1, 1, T, S)
+        mask = self.mask(causal, past)
+        plain = mask is causal and padding_mask is None and self.has_plain_mask()
+        if plain and past == 0:
+            return {"is_causal": self.causal}, None  # the kernel's own mask, which is faster
+        if plain and q.size(2) == 1:
+            return {}, None  # a single query after others attends to all keys
+        mask, has_key = hide_padding(mask, padding_mask)
+        return {"attn_mask": mask}, has_key
 
     def has_plain_mask(self) -> bool:
         """Whether causal_mask is a triangle, or all True, as the kernel's own masks are."""

@@ -129,7 +129,7 @@ def test_weights_are_softmax_of_the_scores_that_the_kernel_is_told(options, mask
 
 
 KERNEL = "        y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)\n"
-FORMULA = "        y = (q @ k.mT / 4).masked_fill(~mask, -math.inf).softmax(-1) @ v\n"
+FORMULA = "        y = (q @ k.mT / 4 + torch.full((12, 12), -math.inf).triu(1)).softmax(-1) @ v\n"
 SINK = "        k, v, options = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0)), {}\n"
 ALL = "        options = {}\n"
 TWICE = KERNEL + "        y = y - 0.5 * self.attend(q.flip(-1), k, v, **options)\n"
