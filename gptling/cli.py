@@ -3,7 +3,6 @@
 A field `top_k: int = 200  # help` is the flag `--top_k=200`, and `resume: bool` is `--resume`,
 `--no-resume` or `--resume=True`. A preset is a flat TOML file: defaults < presets < flags."""
 
-import atexit
 import gc
 import os
 import re
@@ -57,8 +56,9 @@ def run(main: Callable[[], int | None]):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         signal.raise_signal(signal.SIGTERM)
 
-    gc.freeze()  # the last collection need not look through all of PyTorch
-    atexit.register(lambda: "triton" in sys.modules and gc.unfreeze())  # or it reports leaks
+    # The last collection need not look through all of PyTorch. Triton, whose bindings would report
+    # frozen objects as leaks, is imported later.
+    gc.freeze()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, hang_up)  # Windows has none, and nohup ignores it
