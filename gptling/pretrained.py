@@ -45,7 +45,9 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
     except SafetensorError as error:
         raise UserError(f"{path}/model.safetensors is damaged ({error}): delete {path}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
+        source = path / "model.py"  # in the checkpoints of train.py
+        made = f" (the code that made it: {source})" * source.is_file()
+        raise UserError(f"{path}: {error}{made}") from None
 
 
 def build_model(model_class: type, config, data, source: Path | None):

@@ -107,7 +107,8 @@ class RunDirectory:
         """Load the state of a resumed run's optimizers and GradScaler, and print which code is not
         the run's. An optimizer of another class starts without a state."""
         files = [Path(inspect.getfile(type(settings))) for settings in (config, model.config)]
-        self.code = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        self.sources = [(file.name, file.read_bytes()) for file in files]
+        self.code = {name: hashlib.sha256(text).hexdigest() for name, text in self.sources}
         self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         if not state:
@@ -164,6 +165,8 @@ class RunDirectory:
             with (new / "training_state.pt").open("wb") as file:
                 torch.save(state, file)
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
+            for name, text in self.sources:  # another model.py does not load the checkpoint
+                (new / name).write_bytes(text)
         checkpoints = list_checkpoints(self.path)
         if reason and len(checkpoints) == 1:  # said once
             print(f"checkpoints are for this model.py alone (model_type gptling): {reason}")

@@ -2,6 +2,7 @@
 edits take effect in training, evaluation and sampling, and are stored as what they are."""
 
 import gc
+import inspect
 import json
 import math
 import re
@@ -392,7 +393,7 @@ def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     if hack.gpt2 or (name, "ours") in SAME_LOGITS:
         assert run((), "sample", *sample) == text
     else:
-        assert "out/mine" in run((), "sample", *sample, code=1)
+        assert "made it: out/mine/checkpoint-" in run((), "sample", *sample, code=1)
 
 
 @pytest.mark.parametrize("name", ["second head", "moe"])
@@ -422,14 +423,21 @@ def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(run, tmp_p
     load(GPT, tmp_path / "out" / "mine" / "checkpoint-8")
 
 
-def test_a_deliberate_change_resumes_from_weights_of_another_model(run):
+def test_a_deliberate_change_resumes_from_weights_of_another_model(run, tmp_path):
+    """The code of both is kept."""
     run((), "train", *TRAIN)
     error = run((RELU,), "train", *RESUME, "--max_iters=8", code=1)
     assert "computes something else" in error and "--allow_changed_model" in error
     said = run((RELU,), "train", *RESUME, "--max_iters=8", "--allow_changed_model")
     assert "in only one: none; logits: other\nchanged since that checkpoint: model.py\n" in said
     run((RELU,), "sample", "out/mine", "--max_new_tokens=3")
-    assert "computes something else" in run((), "sample", "out/mine", code=1)
+    error = run((), "sample", "out/mine", code=1)
+    assert "computes something else" in error
+    assert error.endswith("(the code that made it: out/mine/checkpoint-8/model.py)\n")
+    for step, code in ((6, ()), (8, (RELU,))):  # each has its own
+        for name in ("model", "train"):
+            copy = tmp_path / f"out/mine/checkpoint-{step}/{name}.py"
+            assert copy.read_text() == inspect.getsource(getattr(edited(*code), name))
 
 
 def test_a_new_parameter_that_leaves_the_logits_as_they_are_needs_no_flag(run, tmp_path):

@@ -227,7 +227,7 @@ def test_a_run_makes_exactly_max_iters_steps_and_checkpoints(trained):
     files = {path.name for path in (run / "checkpoint-20").iterdir()}
     assert files == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-        "training_state.pt", "metrics.json",
+        "training_state.pt", "metrics.json", "model.py", "train.py",
     }  # fmt: skip
     state = torch.load(run / "checkpoint-20" / "training_state.pt", weights_only=True)
     assert state["progress"]["step"] == 20
