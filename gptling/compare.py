@@ -24,7 +24,7 @@ from statistics import mean, stdev
 
 import tyro
 
-from gptling.cli import Empty, load, run
+from gptling.cli import Empty, load, progress_bar, run
 from gptling.files import UserError, lock_directory
 
 OUT = Path("out/compare")
@@ -43,12 +43,25 @@ class CompareConfig:
 
 
 def execute(*command: str | Path) -> str:
-    """Run a program and return what it prints. If it fails, exit with its last lines."""
+    """Run a program and return the last line that it prints. A terminal shows the newest one. If
+    the program fails, exit with its last lines."""
     environment = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}  # yours stays as it is
-    process = subprocess.run(command, env=environment, capture_output=True)
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
+    bar = progress_bar(1, bar_format="{desc}{bar}")  # which cuts a line to the terminal's width
+    lines = [""]
+    with subprocess.Popen(command, env=environment, **pipe) as process:
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                bar.set_description_str(line.strip())
+        except (KeyboardInterrupt, SystemExit):
+            process.kill()
+            print("\nFinished runs are kept. The same command continues.")
+            raise
+    bar.close()
     if process.returncode:
-        sys.exit(f"{shlex.join(map(str, command))}:\n{process.stderr.decode()[-2000:]}")
-    return process.stdout.decode().strip()
+        sys.exit(f"{shlex.join(map(str, command))}:\n{''.join(lines[-20:])}")
+    return lines[-1].strip()
 
 
 def make_side(name: str, flags: list[str], prepare: list[str]) -> Side:
@@ -82,15 +95,15 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
     return sides
 
 
-def train(side: Side, seed: int, steps: int) -> list[dict]:
+def train(side: Side, seed: int, steps: int, left: str) -> list[dict]:
     """Train by the side's own train.py and return the log. It is kept, and returned again if the
-    code, the flags, the presets and all prepared data are the same."""
+    code, the flags, the presets and all prepared data are the same. left: the time, to print."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
     files = [*filter(Path.is_file, map(Path, flags)), *sorted(Path("data").glob("*/meta.json"))]
     key = repr((side.tree, flags, [file.read_bytes() for file in files]))
     finished = OUT / f"{hashlib.sha256(key.encode()).hexdigest()}.jsonl"
     if not finished.exists():
-        print(f"seed {seed}: {side.name}, {steps} steps")
+        print(f"seed {seed}: {side.name}, {steps} steps{left}")
         folder = OUT / side.name
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
@@ -145,11 +158,17 @@ def main():
     names = [side.name for side in sides]
     n = int(execute(sys.executable, OUT / names[0] / "steps.py", *sides[0].flags))
     steps = {name: [n] * config.seeds for name in names}
+    seconds = set()
+    left = ""
     for question in f"after {n} steps", f"in the time of {n} steps":
         logs = {name: [] for name in names}
         for i in range(config.seeds):
             for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
-                logs[side.name].append(train(side, i + 1, steps[side.name][i]))
+                log = train(side, i + 1, steps[side.name][i], left)
+                logs[side.name].append(log)
+                seconds.add(log[-1]["seconds"])  # once for the first side's, which are read twice
+                n_left = config.seeds * (2 * len(sides) - 1) - len(seconds)
+                left = f", about {math.ceil(n_left * mean(seconds) / 60)} min left"
         losses = {name: [log[-1]["bits_per_byte"] for log in logs[name]] for name in names}
         for name in names:
             size = f"{logs[name][0][-1]['parameters']:,} parameters, {mean(steps[name]):.0f} steps"

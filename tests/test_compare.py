@@ -3,9 +3,12 @@
 import gc
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ import pytest
 from gptling import compare
 from gptling.cli import run
 from gptling.compare import T_QUANTILES, judge, step_time
-from tests.conftest import TINY, output_of, read_log
+from tests.conftest import ROOT, TINY, output_of, read_log
 from tests.edits import copy_edited
 
 SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "config", "gptling", ".gitignore"]
@@ -52,8 +55,8 @@ def run_compare(trained, tmp_path, monkeypatch, capsys, train_here):
             steps, out_dir = int(given["max_iters"]), Path(given["out_dir"])
             loss, *ms = fake(script.parent.name, int(given["seed"]), steps)
             log = [{"step": 10 + 10 * i, "ms": value} for i, value in enumerate(ms)]
-            end = {"step": steps, "seconds": 1, "val_loss": 1, "parameters": 7}
-            log.append(end | {"bits_per_byte": loss})
+            end = {"step": steps, "val_loss": 1, "parameters": 7, "bits_per_byte": loss}
+            log.append(end | {"seconds": 600 + len(trainings)})
             out_dir.mkdir(exist_ok=True)
             (out_dir / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
 
@@ -182,6 +185,9 @@ def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
         assert flags <= set(found[4:])
     for line in (f"{a}: 7 parameters, 200 steps, 2.200", f"{b}: 7 parameters, 160 steps, 2.275"):
         assert f"{line} bits per byte\n" in printed.out
+    assert f"seed 1: {a}, 200 steps\n" in printed.out  # nothing is known yet
+    assert f"seed 1: {b}, 200 steps, about 81 min left\n" in printed.out  # 8 runs of 601 seconds
+    assert f"seed 3: {b}, 167 steps, about 11 min left\n" in printed.out
     differences = [[11 / 200, 12 / 200, 13 / 200], [11 / 160, 12 / 154, 13 / 167]]
     for question, values in zip(("after", "in the time of"), differences, strict=True):
         assert f"{b} against {a} {question} 200 steps: {judge(values, [1])}\n" in printed.out
@@ -222,6 +228,27 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
     assert len(train()[1]) == 6
     edit("data/mine/meta.json", '"format": 1', '"format": 2')
     assert len(train()[1]) == 6
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminal")
+def test_a_terminal_shows_the_newest_line_and_ctrl_c_says_how_to_continue():
+    """The program that was started ends too, and no traceback is printed."""
+    child = "import time; print('step 1/2', flush=True); time.sleep(60)"
+    main = f"lambda: compare.execute(sys.executable, '-c', {child!r})"
+    code = f"import sys; from gptling import cli, compare; cli.run({main})"
+    terminal, screen = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    command, options = [sys.executable, "-c", code], {"stdout": screen, "stderr": screen}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **options)
+    while b"step 1/2" not in os.read(terminal, 1000):
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
+    printed = os.read(terminal, 1000)
+    assert b"Finished runs are kept. The same command continues." in printed
+    assert b"Traceback" not in printed
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_lines(run_compare):
