@@ -188,7 +188,7 @@ class Report:
         if epochs < 4:  # later epochs teach less (Muennighoff et al. 2023, arXiv 2305.16264)
             help = "More time would help."
         elif best_step == self.progress.step:
-            help = "More text would help more than more time."
+            help = "More time would help a little, and more text would help more."
         else:
             help = f"It has overfitted since step {best_step}: more text would help."
         return f"It has seen {text} {epochs:.2g} times. {help}"

@@ -158,7 +158,7 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
     [
         (0.5, "0.02", 12, "More time would help."),
         (3.9, "0.00", 10, "More time would help."),
-        (6.0, "2.00", 12, "More text would help more than more time."),
+        (6.0, "2.00", 12, "More time would help a little, and more text would help more."),
         (6.0, "2.00", 10, "It has overfitted since step 10: more text would help."),
     ],
 )
