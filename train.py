@@ -103,7 +103,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of matmuls
     compile: Literal["auto", True, False] = "auto"  # use torch.compile. auto: long runs on CUDA
     recompute: bool = False  # save memory: recompute activations in the backward pass
-    deterministic: bool = False  # reproducible results on a GPU too, at some cost in speed
+    deterministic: bool = False  # reproducible results on a GPU or compiled, at some cost
     fsdp: bool = False  # shard the model over all processes, if it does not fit on one GPU
 
     def __post_init__(self):  # GPTConfig checks the sizes once they are known

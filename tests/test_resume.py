@@ -343,3 +343,15 @@ def test_code_that_is_not_the_runs_is_named_and_another_optimizer_starts_without
     run.restore(small(), model, [other], scaler, state)
     changed = "changed since that checkpoint: train.py, model.py, optimizers\n"
     assert capsys.readouterr().out == changed and not other.state
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_reproducible_on_several_threads_if_deterministic(here):
+    """Compiled threads add an embedding's gradients in the order in which they come otherwise."""
+    flags = ["--dataset=mine", *TINY, "--n_embd=64", "--block_size=64", "--batch_size=32"]
+    flags += ["--compile=True", "--deterministic"]
+    for name in ("one", "two"):
+        flags_of_run = [*flags, f"--out_dir=out/{name}"]
+        output_of("train.py", *flags_of_run, cwd=here, OMP_NUM_THREADS="2")
+    one, two = (weights(here / "out" / name) for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
