@@ -83,6 +83,7 @@ def run(main: Callable[[], int | None]):
 
 def progress_bar(total: int, **options) -> tqdm:
     """Return a bar on standard output. In a file, and under torchrun, it shows nothing."""
+    tqdm.monitor_interval = 0  # no thread, which would wait for a lock that Ctrl-C leaves held
     hidden = True if "WORLD_SIZE" in os.environ else None  # None: unless in a terminal
     options |= {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "disable": hidden}
     options["delay"] = 1e-9  # the first update draws it
@@ -110,7 +111,11 @@ def read_preset(name: str) -> list[str]:
     """Return the settings of a preset as flags. config/NAME.toml is found from any directory."""
     if not name.endswith(".toml"):
         hint = f"python prepare.py {name} reads a text and prints the next command"
-        raise UserError(f"{name} is no preset: {hint}, --out_dir={name} --resume continues a run")
+        if Path("data", name).is_dir():
+            hint = f"--dataset={name} trains on that text"
+        elif Path(name, "log.jsonl").is_file():
+            hint = f"--out_dir={name} --resume continues that run"
+        raise UserError(f"{name} is no preset: {hint}")
     file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
     try:
         settings = tomllib.loads(file.read_text(encoding="utf-8-sig"))
@@ -126,12 +131,11 @@ def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
     name, _, value = flag.partition("=")
     field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
     if field in hints:
-        hint = hints[field]
-        spelling = value.lower() or str(not re.match("--no[-_]", name)).lower()
-        on = BOOLEANS.get(spelling)
-        if hint is bool and on is not None:
-            return field, [f"--{field}" if on else f"--no-{field}"]
-        if True in get_args(hint) and value and on is not None:
+        on = BOOLEANS.get(value.lower() if "=" in flag else "true")
+        if hints[field] is bool and on is not None:
+            negative = re.match("--no[-_]", name) is not None
+            return field, [f"--no-{field}" if on == negative else f"--{field}"]
+        if True in get_args(hints[field]) and "=" in flag and on is not None:
             return field, [f"--{field}={on}"]
         return field, [flag]
     for known in hints:

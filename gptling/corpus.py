@@ -71,7 +71,7 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable
     if Path(name).is_dir():  # its files by name, without hidden ones, also where links lead
         found = map(Path, glob.iglob(f"{glob.escape(name)}/**", recursive=True))
         return sorted(file for file in found if file.is_file())
-    url = SHAKESPEARE if name == "shakespeare" else name
+    url = SHAKESPEARE if name == "shakespeare" and not Path(name).exists() else name
     try:
         if name.startswith("hf:"):
             from datasets import load_dataset  # not everybody has it

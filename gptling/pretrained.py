@@ -26,8 +26,10 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):
-        hint = "" if path.exists() else f', and sample.py --prompt "{path}" continues a text'
-        raise UserError(f"{path}: no checkpoint there (a directory with a config.json){hint}")
+        hint = f"runs: {', '.join(map(str, runs)) or None}"
+        if len(path.parts) == 1:
+            hint = f'sample.py --prompt "{path}" continues a text, {hint}'
+        raise UserError(f"{path}: no checkpoint there (a directory with a config.json). {hint}")
     from huggingface_hub import snapshot_download  # tokenizers requires it
 
     files = ["config.json", "model.safetensors", "tokenizer.json"]

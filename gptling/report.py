@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shlex
 import time
 from importlib.util import find_spec
@@ -61,7 +62,8 @@ class Report:
         epochs = config.max_iters * tokens / data.n_tokens
         more = f", {self.processes.world_size} processes" * (self.processes.world_size > 1)
         more += f", from step {self.step}" * (self.step > 0)
-        print(f"data:  {data.n_tokens:,} tokens to train on, {data.val_targets:,} to validate on")
+        validated = f"{data.val_targets:,} of {len(data.val) - 1:,}"
+        print(f"data:  {data.n_tokens:,} tokens to train on, {validated} to validate on")
         print(f"model: {size}, {shape}, context {config.block_size}")
         print(f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
         print(f"       saved in {config.out_dir}, {self.processes.device}, {dtype}{more}\n")
@@ -127,14 +129,16 @@ class Report:
         if step % self.config.log_interval == 0 or steps_left == 0:
             self.log(step=step, **numbers)
         self.bar.set_description_str(columns[0].rstrip(), refresh=False)
-        if self.bar.disable and (now >= self.next_line or steps_left == 0):
-            self.say(*columns, f"{seconds * steps_left:,.0f} s left")
+        if now >= self.next_line or steps_left == 0:
+            if self.bar.disable:
+                self.say(*columns, f"{seconds * steps_left:,.0f} s left")
             self.next_line = now + 10
         self.fastest = min(self.fastest, seconds)
         if seconds > 5 * self.fastest and elapsed > 0.5 and not self.gpu:
             times = f"steps take {seconds / self.fastest:.0f} times as long as the fastest"
-            self.say(f"{times}: if the machine is busy, resume with GOMP_SPINCOUNT=1000 set")
-            self.fastest = seconds  # said once
+            hint = ": resume with GOMP_SPINCOUNT=1000 set" * ("GOMP_SPINCOUNT" not in os.environ)
+            self.say(f"{times}, as beside another program{hint}")
+            self.fastest = math.nan  # said once
 
     def evaluation(self, metrics: dict[str, float], best: bool):
         """Report an evaluation."""

@@ -100,7 +100,8 @@ class RunDirectory:
         state = load_training_state(checkpoints[-1])
         config = resumed_config(config, state["config"], given, fixed)
         if state["progress"].step >= config.max_iters:
-            raise UserError(f"{self.path} has all its steps: raise --max_iters={config.max_iters}")
+            longer = f"--max_iters={2 * config.max_iters} trains it twice as long"
+            raise UserError(f"{self.path} has all its {config.max_iters} steps: {longer}")
         return config, checkpoints[-1], state
 
     def restore(self, config: Any, model, optimizers: list, scaler, state: dict[str, Any]):

@@ -58,6 +58,7 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
         ("--loud=False --curves=False", {"loud": False, "curves": False}),
         ("--loud --no-curves", {"loud": True, "curves": False}),
         ("--loud=true --curves=FALSE", {"loud": True, "curves": False}),
+        ("--no-loud=false --no_curves=true", {"loud": True, "curves": False}),
         ("--loud=yes --curves=off --mode=false", {"loud": True, "curves": False, "mode": False}),
         ("--mode True", {"mode": True}),
         ("--mode auto --no_curves", {"mode": "auto", "curves": False}),

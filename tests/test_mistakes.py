@@ -72,6 +72,7 @@ MISTAKES = [
     ("train.py --dataset=a.txt", "python prepare.py a.txt"),
     ("train.py --lr=1e-3", "--lr", "--learning_rate"),
     ("train.py --curves=maybe", "maybe", 2),
+    ("train.py --curves=", "--curves", 2),
     ("train.py out/mine", "--out_dir=out/mine --resume"),
     ("train.py broken.toml", "broken.toml", "line 1"),
     ("train.py typo.toml", "--n_leyer", "perhaps you meant: --n_layer", 2),
@@ -94,7 +95,7 @@ MISTAKES = [
     ("train.py TINY --dataset=mine --out_dir=file/run", "file"),
     ("train.py --resume --auto_resume", "only one of", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
-    ("train.py --resume --out_dir=out/mine", "out/mine", "--max_iters"),
+    ("train.py --resume --out_dir=out/mine", "all its 20 steps", "--max_iters=40"),
     ("train.py --resume --out_dir=out/mine --max_iters=30 --minutes=5", "--minutes", "--max_iters"),
     ("train.py --resume --out_dir=out/mine --max_iters=30 --n_layer=3", "--n_layer=3", "has 2"),
     (
