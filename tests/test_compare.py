@@ -235,7 +235,9 @@ def test_a_terminal_shows_the_newest_line_and_ctrl_c_says_how_to_continue():
     """The program that was started ends too, and no traceback is printed."""
     child = "import time; print('step 1/2', flush=True); time.sleep(60)"
     main = f"lambda: compare.execute(sys.executable, '-c', {child!r})"
-    code = f"import sys; from gptling import cli, compare; cli.run({main})"
+    code = "import signal, sys; from gptling import cli, compare\n"
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job may ignore it
+    code += f"cli.run({main})"
     terminal, screen = os.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
     command, options = [sys.executable, "-c", code], {"stdout": screen, "stderr": screen}
