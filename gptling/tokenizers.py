@@ -93,7 +93,8 @@ def train_bpe(texts: Iterable[str], size: int) -> tiktoken.Encoding:
     """A byte-level BPE of `size` tokens with end-of-text, fewer for a repetitive text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = _pre_tokenizer(BPE_PATTERN)
-    shown = sys.stderr.isatty()  # elsewhere its bars are empty lines
+    # Its bars go to standard error, and are empty lines on a standard output that is no terminal.
+    shown = sys.stdout.isatty() and sys.stderr.isatty()
     options = dict(initial_alphabet=LETTERS, show_progress=shown)
     trainer = trainers.BpeTrainer(vocab_size=size - 1, **options)
     bpe.train_from_iterator(draw_sample(texts)[0], trainer)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import numpy as np
@@ -238,6 +237,8 @@ def test_a_terminal_shows_the_newest_line_and_ctrl_c_says_how_to_continue():
     code = "import signal, sys; from gptling import cli, compare\n"
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job may ignore it
     code += f"cli.run({main})"
+    import termios  # which Windows lacks
+
     terminal, screen = os.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
     command, options = [sys.executable, "-c", code], {"stdout": screen, "stderr": screen}
