@@ -23,14 +23,19 @@ CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
-BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
+BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+
+
+def mentions(error: Exception, pattern: str) -> bool:
+    """Return whether an error's text matches, or that of the error which PyTorch's may hide."""
+    return re.search(pattern, f"{error!r} {error.__context__!r}") is not None
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error of Python's or PyTorch's, on any device, is a lack of memory."""
     messages = "MemoryError|out of memory|not enough memory|can't allocate memory|_ALLOC_FAILED"
-    return re.search(messages, f"{error!r} {error.__context__!r}") is not None
+    return mentions(error, messages)
 
 
 def describe(error: Exception) -> str:
@@ -42,8 +47,7 @@ def describe(error: Exception) -> str:
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
-    said = f"{error!r} {error.__context__!r}"  # PyTorch's errors can hide the system's
-    if re.search(r"No space left|quota exceeded|File too large|requested and \d+ written", said):
+    if mentions(error, r"No space left|quota exceeded|File too large|requested and \d+ written"):
         return f"the disk is full ({error}): what was saved before is whole"
     return ""
 

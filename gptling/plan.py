@@ -183,7 +183,7 @@ class Planner:
         bar.close()
         if compiled is not parallel:
             self.compiling = left[0] - left[1]  # the run compiles once more
-            torch.compiler.reset()  # as above
+            torch.compiler.reset()  # see time_step
         return (left[1] - left[-1]) / (len(left) - 2)
 
 

@@ -138,7 +138,7 @@ class Report:
             times = f"steps take {seconds / self.fastest:.0f} times as long as the fastest"
             hint = ": resume with GOMP_SPINCOUNT=1000 set" * ("GOMP_SPINCOUNT" not in os.environ)
             self.say(f"{times}, as beside another program{hint}")
-            self.fastest = math.nan  # said once
+            self.fastest = math.nan  # said once: nothing is above or below it
 
     def evaluation(self, metrics: dict[str, float], best: bool):
         """Report an evaluation."""
@@ -190,12 +190,12 @@ class Report:
         text = f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:,.2f} MB of text"
         epochs = self.progress.step * tokens_per_step(vars(self.config)) / data.n_tokens
         if epochs < 4:  # later epochs teach less (Muennighoff et al. 2023, arXiv 2305.16264)
-            help = "More time would help."
+            hint = "More time would help."
         elif best_step == self.progress.step:
-            help = "More time would help a little, and more text would help more."
+            hint = "More time would help a little, and more text would help more."
         else:
-            help = f"It has overfitted since step {best_step}: more text would help."
-        return f"It has seen {text} {epochs:.2g} times. {help}"
+            hint = f"It has overfitted since step {best_step}: more text would help."
+        return f"It has seen {text} {epochs:.2g} times. {hint}"
 
 
 def print_evaluation(name, data, val_loss: float, bits_per_byte: float, val_tokens: int):

@@ -4,9 +4,8 @@
     python tests/benchmarks/train.py loss           # the preset against the classic recipe
     python tests/benchmarks/train.py speed 2        # two repetitions instead of three
 
-`loss` needs data/shakespeare (python prepare.py shakespeare
---tokenizer=char). The rows of transformers need
-pip install -e '.[bench]'.
+`loss` needs data/shakespeare (python prepare.py shakespeare --tokenizer=char). The rows of
+transformers need pip install -e '.[bench]'.
 """
 
 import json
