@@ -21,7 +21,6 @@ References:
 """
 
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,7 +41,7 @@ from gptling.loss import (
     use_loss_in_pieces,
 )
 from gptling.muon import Muon
-from gptling.plan import STARTED, eval_part, fill_in, plan_run
+from gptling.plan import Clock, eval_part, extend, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, recompute_activations
 from gptling.report import Report, print_evaluation
@@ -184,6 +183,9 @@ def main():
     # ------------------------------------------------------------ configuration
     config, given = load(TrainConfig, __doc__, presets=True)
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
+    last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
+    if last == "minutes" and not config.minutes:
+        raise UserError("--minutes=0: give it time, or --max_iters")
     processes = Processes()
     run_directory = RunDirectory(Path(config.out_dir), processes)
     source, state = None, {}  # the checkpoint to start from; what else a resumed run needs
@@ -200,13 +202,12 @@ def main():
     if missing and processes.is_main:
         prepare(PrepareConfig())
     processes.barrier()
-    last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
     if config.resume and last == "minutes":
-        raise UserError("--minutes is for new runs: raise --max_iters to train longer")
-    if not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
+        extend(config, state["progress"])
+    elif not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
         config.max_iters = None
         plan_run(config, longest, lambda c, d: set_up(c, d, source, processes), processes)
-    elif not state:
+    elif not state or last == "max_iters":
         config.minutes = 0.0  # the steps set the length
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
     if config.warmup_iters > config.max_iters:
@@ -234,7 +235,8 @@ def main():
     if state and then != now:
         print(f"the learning rate jumps from {then:.3g} to {now:.3g} at step {progress.step}")
     run_directory.start(config, progress.step)
-    report = Report(config, processes, progress, model)
+    clock = Clock(config, data, model, progress, processes)
+    report = Report(config, processes, progress, clock)
     report.header(model, data, dtype)
 
     def save(metrics):  # called by all processes: each gives its shards, the first one writes
@@ -245,7 +247,10 @@ def main():
     rank, world_size = processes.rank, processes.world_size
 
     # ------------------------------------------------------------ loop
-    for step in range(progress.step, config.max_iters):
+    while progress.step < config.max_iters:
+        step = progress.step
+        if clock.look(step):  # of a run with a time budget: max_iters fits the machine's speed
+            report.new_plan()
         lr = learning_rate(step, config)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -310,7 +315,7 @@ def main():
             break
 
     # ------------------------------------------------------------ end
-    report.close(data, progress.step < config.max_iters, time.perf_counter() - STARTED)
+    report.close(data, stopped=progress.step < config.max_iters)
     processes.barrier()  # torchrun ends the others, the writing one too, soon after the first
     return 128 + stopped if stopped else 0
 

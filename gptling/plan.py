@@ -4,17 +4,19 @@ The rules are fitted to the sweeps in docs/minutes.md. Parameters grow with the 
 Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556, batches as in Bergsma et al. 2025,
 https://arxiv.org/abs/2505.13738."""
 
+import bisect
 import copy
 import math
+import statistics
 import time
 
 import torch
 
+from gptling import threads
 from gptling.cli import is_out_of_memory, progress_bar
 from gptling.dataset import Dataset, tokens_per_step
 from gptling.loss import objective_and_parts
 
-STARTED = time.perf_counter() - time.process_time()  # of the program: its imports took CPU time
 # Layers and widths to choose from: the largest model that sees enough tokens in the time.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
@@ -50,6 +52,22 @@ def eval_part(fields: dict) -> int:
     return max(fields["block_size"], int(tokens)) if given is None else given
 
 
+def evaluation_time(fields: dict, step: float, tokens: float) -> float:
+    """Return the seconds of an evaluation, by those of a step: a third, without a backward pass."""
+    return step * tokens / tokens_per_step(fields) / 3
+
+
+def saving_time(n_parameters: int) -> float:
+    """Return the seconds of a checkpoint and its sample."""
+    return max(SAVING, SAVING_PER_PARAMETER * n_parameters)
+
+
+def most_steps(fields: dict, n_parameters: int, train_tokens: int) -> int:
+    """Return after how many steps a run ends before it overfits a text that is short for it."""
+    epochs = min(MAX_EPOCHS, MAX_MEMORISATION * train_tokens / n_parameters)
+    return max(SHORT_TEXT_STEPS, int(train_tokens * epochs / tokens_per_step(fields)))
+
+
 class Planner:
     """The rules. They plan the fields of train.py's configuration that are None."""
 
@@ -58,7 +76,8 @@ class Planner:
         self.fixed = {name: value for name, value in vars(config).items() if value is not None}
         self.train_tokens, self.val_tokens = data.n_tokens, len(data.val)
         self.vocab_size, self.longest = data.tokenizer.n_vocab, min(longest, data.longest)
-        self.compiling, self.overfits = 0.0, False  # seconds; if the run had all of the time
+        self.compiling = 0.0  # seconds
+        self.overfits = self.busy = False  # with all of the time; if other programs compute now
 
     def plan(self) -> dict:
         """Return the fields that make the best of the time."""
@@ -115,24 +134,24 @@ class Planner:
     def schedule(self, fields: dict, step: float) -> dict:
         """Return how many steps of `step` seconds fill the time with evaluations. eval_tokens is
         None if the last one covers the whole split, and those before a part (see eval_part)."""
-        step, at_once = 1.05 * step, tokens_per_step(fields)  # with its data and the log
-        most = max(1.0, (self.seconds_left() - SAVING) / step)  # steps
+        step = 1.05 * step  # with its data and the log
+        seconds = max(step, self.seconds_left() - SAVING)
+        n_parameters = self.parameters(fields)
         n = max(3, min(10, int(self.seconds_left() // 60)))  # evaluations
-        interval = self.fixed.get("eval_interval", most / n)
+        interval = self.fixed.get("eval_interval", seconds / step / n)
         part = min(eval_part({"eval_interval": interval} | fields) or math.inf, self.val_tokens)
-        whole = self.val_tokens / at_once / 3  # in steps: a token costs a third of its training
-        evaluation = part / at_once / 3
-        evaluation += max(SAVING, SAVING_PER_PARAMETER * self.parameters(fields)) / step
-        n = max(1, min(n, int(most / 2 / evaluation)))
+        evaluation = evaluation_time(fields, step, part) + saving_time(n_parameters)
+        n = max(1, min(n, int(seconds / 2 / evaluation)))
         if "eval_interval" in self.fixed:
-            n = max(1.0, most / (interval + evaluation))
-        if part < self.val_tokens and "eval_tokens" not in self.fixed and whole < most / 5:
-            part, most = None, most - whole
-        # It ends before it overfits a text that is short for it.
-        epochs = min(MAX_EPOCHS, MAX_MEMORISATION * self.train_tokens / self.parameters(fields))
-        last = max(SHORT_TEXT_STEPS, int(self.train_tokens * epochs / at_once))
-        steps = max(1, int(most - n * evaluation))
-        self.overfits, steps = steps >= last, min(steps, last)
+            n = max(1.0, seconds / (interval * step + evaluation))
+        whole = evaluation_time(fields, step, self.val_tokens)
+        if part < self.val_tokens and "eval_tokens" not in self.fixed and whole < seconds / 5:
+            part = None
+            seconds -= whole
+        most = most_steps(fields, n_parameters, self.train_tokens)
+        steps = max(1, int((seconds - n * evaluation) / step))
+        self.overfits = steps >= most
+        steps = min(steps, most)
         return {"max_iters": steps, "eval_interval": math.ceil(steps / n), "eval_tokens": part}
 
     def parameters(self, sizes: dict) -> int:
@@ -145,7 +164,8 @@ class Planner:
         return min(TOKENS_PER_PARAMETER * n_parameters, ENOUGH_EPOCHS * self.train_tokens)
 
     def seconds_left(self) -> float:
-        spent = self.processes.all_reduce_max(round(1e6 * (time.perf_counter() - STARTED))) / 1e6
+        spent = time.perf_counter() - threads.STARTED
+        spent = self.processes.all_reduce_max(round(1e6 * spent)) / 1e6
         return 60 * self.config.minutes - spent - self.compiling
 
     def time_step(self, fields: dict) -> float:
@@ -166,6 +186,7 @@ class Planner:
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
         limit = min(1.5 * self.config.minutes, 3.75)  # seconds: four times are a tenth of all
         left = [self.seconds_left()]  # before each step. The first one allocates, and compiles
+        worked = []  # seconds of this thread's processor, after each step
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
         while len(left) < 3 or (len(left) <= 21 and left[1] - left[-1] <= limit):
@@ -179,12 +200,16 @@ class Planner:
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
             left.append(self.seconds_left())
+            worked.append(time.thread_time())
             bar.update()
         bar.close()
         if compiled is not parallel:
             self.compiling = left[0] - left[1]  # the run compiles once more
             torch.compiler.reset()  # see time_step
-        return (left[1] - left[-1]) / (len(left) - 2)
+        seconds = left[1] - left[-1]
+        share = (worked[-1] - worked[0]) / seconds  # a thread that waits for others has slept
+        self.busy |= share < 0.75 and self.processes.device == "cpu"
+        return seconds / (len(left) - 2)
 
 
 def plan_run(config, longest: float, set_up, processes):
@@ -193,9 +218,100 @@ def plan_run(config, longest: float, set_up, processes):
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())
+    start = f"plan for {config.minutes:g} min: "
     muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""
     print(
-        f"plan for {config.minutes:g} min: {config.n_layer} layers of {config.n_embd}, "
-        f"{config.max_iters:,} steps, dropout {config.dropout:g}, learning_rate "
-        f"{config.learning_rate:.3g}{muon}" + ". It ends before it overfits" * planner.overfits
+        f"{start}{config.n_layer} layers of {config.n_embd}, {config.max_iters:,} steps, "
+        f"dropout {config.dropout:g}, weight_decay {config.weight_decay:.3g},\n"
+        f"{' ' * len(start)}learning_rate {config.learning_rate:.3g}{muon}"
     )
+    if planner.busy:
+        print("The machine is busy with other programs: this plan is small.")
+    if planner.overfits:
+        print("It ends before it overfits: more text would help now, more time would not.")
+
+
+def extend(config, progress):
+    """--resume --minutes=5: plan five more minutes, at the run's mean speed so far."""
+    steps = max(1, round(60 * config.minutes * progress.step / progress.seconds))
+    print(f"plan for {config.minutes:g} more min: about {steps:,} more steps")
+    config.minutes += progress.seconds / 60
+    config.max_iters = progress.step + steps
+
+
+class Clock:
+    """The seconds of a run, of all its sessions. If it has a time budget, max_iters follows the
+    speed of the machine: as many steps as fit, but none after which the run would overfit."""
+
+    def __init__(self, config, data: Dataset, model, progress, processes):
+        self.config, self.progress, self.processes = config, progress, processes
+        self.before = progress.seconds  # of earlier sessions
+        self.tokens, self.all_tokens = data.val_targets, len(data.val) - 1  # of evaluations
+        self.n_parameters = sum(p.numel() for p in model.parameters())
+        self.most = most_steps(vars(config), self.n_parameters, data.n_tokens)
+        self.first_step = progress.step
+        self.last_look = 0.0
+        self.newest, self.means = [], []  # seconds of steps, and the means of about ten
+        self.evaluation = None  # seconds of the last one, with its checkpoint
+
+    def seconds(self) -> float:
+        """Return the seconds since the command's start, and of earlier sessions."""
+        return time.perf_counter() - threads.STARTED + self.before
+
+    def step_time(self) -> float:
+        """Return the seconds of a step. One interruption does not change the median."""
+        return statistics.median(self.means[-5:] or self.newest or [0.0])
+
+    def evaluation_time(self) -> float:
+        """Return the seconds of an evaluation with its checkpoint."""
+        expected = evaluation_time(vars(self.config), self.step_time(), self.tokens)
+        return self.evaluation or expected + saving_time(self.n_parameters)
+
+    def left(self, step: int, last: int) -> float:
+        """Return the seconds from step `step` to the end of a run of `last` steps."""
+        interval = self.config.eval_interval
+        n_evaluations = math.ceil(last / interval) - step // interval
+        seconds = (last - step) * self.step_time() + n_evaluations * self.evaluation_time()
+        if self.config.eval_tokens is None:  # the last one covers the whole split
+            seconds += evaluation_time(vars(self.config), self.step_time(), self.all_tokens)
+        return seconds
+
+    def look(self, step: int) -> bool:
+        """Note when step `step` begins. Return whether max_iters has changed, by the first
+        process's clock."""
+        config, now = self.config, self.seconds()
+        elapsed = now - self.last_look
+        self.last_look = self.progress.seconds = now
+        # The first one allocates, and compiles.
+        news = step > self.first_step + 1 and self.note(step, elapsed)
+        if not config.minutes:
+            return False
+        before = config.max_iters
+        fitting = self.fitting_steps(step, 60 * config.minutes - now) if news else before
+        config.max_iters = self.processes.all_reduce_max(fitting * self.processes.is_main)
+        return config.max_iters != before
+
+    def note(self, step: int, elapsed: float) -> bool:
+        """Note the seconds of the step before `step`, or of that and its evaluation. Return whether
+        step_time or evaluation_time is another now."""
+        if step % self.config.eval_interval == 0 and self.means:
+            self.evaluation = max(0.01, elapsed - self.step_time())
+            return True
+        self.newest.append(elapsed)
+        at_least = 10 if self.processes.device == "cuda" else 1  # it is waited for every ten steps
+        if len(self.newest) < at_least or sum(self.newest) < max(1.0, 1.8 * self.config.minutes):
+            return False
+        self.means.append(statistics.mean(self.newest))
+        self.newest = []
+        return True
+
+    def fitting_steps(self, step: int, seconds_left: float) -> int:
+        """Return max_iters, or another number if the run would miss its end by more than 1 % of all
+        its time and 10 % of what is left."""
+        last = self.config.max_iters
+        too_late = self.left(step, last) + SAVING - seconds_left
+        if abs(too_late) <= max(0.6 * self.config.minutes, 0.1 * seconds_left):
+            return last
+        longer = range(step + 1, max(self.most, last) + 1)
+        fit = bisect.bisect(longer, seconds_left - SAVING, key=lambda n: self.left(step, n))
+        return step + max(1, fit)

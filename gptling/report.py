@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shlex
 import time
 from importlib.util import find_spec
@@ -37,21 +36,20 @@ def draw_curves(out_dir: Path):
 class Report:
     """The log, the lines and the curves of a run. The first of several processes writes them."""
 
-    def __init__(self, config, processes, progress, model):
+    def __init__(self, config, processes, progress, clock):
         self.config, self.processes, self.progress = config, processes, progress
+        self.clock = clock
         self.step = progress.step  # of the last report
-        self.n_parameters = sum(p.numel() for p in model.parameters())
+        self.n_parameters = clock.n_parameters
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()  # measuring for a plan may have needed more
         self.last_time = time.perf_counter()
-        self.run_start = self.last_time - progress.seconds
-        self.next_line, self.fastest = -math.inf, math.inf
+        self.next_line = -math.inf
         self.curves, self.wandb = config.curves, config.wandb
         self.writer, self.run = None, None  # TensorBoard's and Weights & Biases', once they exist
-        form = "step {n}/{total} | {desc} | {remaining} left |{bar}|"
-        speed = {"smoothing": 0}  # of all steps so far, with their evaluations
-        self.bar = progress_bar(config.max_iters, initial=self.step, bar_format=form, **speed)
+        form = "step {n}/{total} | {desc} |{bar}|"
+        self.bar = progress_bar(config.max_iters, initial=self.step, bar_format=form)
 
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
@@ -79,7 +77,7 @@ class Report:
         whatever way, does not end the run."""
         if not self.processes.is_main:
             return
-        self.progress.seconds = time.perf_counter() - self.run_start
+        self.progress.seconds = self.clock.seconds()
         entry["seconds"] = round(self.progress.seconds, 3)
         with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
@@ -128,23 +126,30 @@ class Report:
         numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
         if step % self.config.log_interval == 0 or steps_left == 0:
             self.log(step=step, **numbers)
-        self.bar.set_description_str(columns[0].rstrip(), refresh=False)
+        left = seconds * steps_left  # after the first step
+        if self.clock.step_time():
+            left = self.clock.left(step, self.config.max_iters)
+        description = f"{columns[0].rstrip()} | {self.bar.format_interval(left)} left"
+        self.bar.set_description_str(description, refresh=False)
         if now >= self.next_line or steps_left == 0:
             if self.bar.disable:
-                self.say(*columns, f"{seconds * steps_left:,.0f} s left")
+                self.say(*columns, f"{left:,.0f} s left")
             self.next_line = now + 10
-        self.fastest = min(self.fastest, seconds)
-        if seconds > 5 * self.fastest and elapsed > 0.5 and not self.gpu:
-            times = f"steps take {seconds / self.fastest:.0f} times as long as the fastest"
-            hint = ": resume with GOMP_SPINCOUNT=1000 set" * ("GOMP_SPINCOUNT" not in os.environ)
-            self.say(f"{times}, as beside another program{hint}")
-            self.fastest = math.nan  # said once: nothing is above or below it
+
+    def new_plan(self):
+        """Report that max_iters has changed."""
+        steps, seconds = self.config.max_iters, self.clock.step_time()
+        self.say(f"the plan is now {steps:,} steps, at {1000 * seconds:.0f} ms per step")
+        self.log(step=self.progress.step, max_iters=steps)
+        self.bar.total = steps
 
     def evaluation(self, metrics: dict[str, float], best: bool):
         """Report an evaluation."""
         self.log(**metrics, parameters=self.n_parameters)
+        share = metrics["val_tokens"] / self.clock.all_tokens
+        part = f" on {100 * share:.2g} %:" * (share < 1)
         bits = f"{metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
-        self.say(f"validation {metrics['val_loss']:.3f} nats per token, {bits}")
+        self.say(f"validation{part} {metrics['val_loss']:.3f} nats per token, {bits}")
 
     def sample(self, model, data, seed: int):
         """Print the validation text's first tokens, a bar, and two lines of the model's text."""
@@ -161,8 +166,8 @@ class Report:
             self.say(line.rstrip()[:80])
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
-    def close(self, data, stopped: bool, seconds: float):
-        """Print the best loss, what it means, and the next command. seconds: since the start."""
+    def close(self, data, stopped: bool):
+        """Print the best loss, what it means, and the next command."""
         self.bar.close()
         if self.run:
             self.run.finish()
@@ -173,8 +178,12 @@ class Report:
         elif self.processes.is_main:
             best = best_checkpoint(self.config.out_dir)
             metrics = read_json(best / "metrics.json")
-            bits = metrics["bits_per_byte"]
-            print(f"\nDone in {seconds:.0f} s. Best: {bits:.3f} bits per byte, saved in {best}")
+            bits, tokens = metrics["bits_per_byte"], metrics["val_tokens"]
+            whole = self.clock.all_tokens
+            part = f" over {tokens:,} of {whole:,} tokens" * (tokens < whole)
+            loss = f"{bits:.3f} bits per byte{part}"
+            seconds = self.clock.seconds() - self.clock.before
+            print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
             print(
                 f"It gives the next byte of new text a chance of 1 in {2**bits:.1f}, not 1 in 256."
             )
@@ -189,7 +198,9 @@ class Report:
         """Return how often the text was seen, and if more of it or more time would help."""
         text = f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:,.2f} MB of text"
         epochs = self.progress.step * tokens_per_step(vars(self.config)) / data.n_tokens
-        if epochs < 4:  # later epochs teach less (Muennighoff et al. 2023, arXiv 2305.16264)
+        if self.progress.step >= self.clock.most:
+            hint = "More text would help now, more time would not."
+        elif epochs < 4:  # later epochs teach less (Muennighoff et al. 2023, arXiv 2305.16264)
             hint = "More time would help."
         elif best_step == self.progress.step:
             hint = "More time would help a little, and more text would help more."

@@ -99,8 +99,9 @@ class RunDirectory:
             raise UserError(f"{self.path} holds a run: {ways}")
         state = load_training_state(checkpoints[-1])
         config = resumed_config(config, state["config"], given, fixed)
-        if state["progress"].step >= config.max_iters:
-            longer = f"--max_iters={2 * config.max_iters} trains it twice as long"
+        longer = config.resume and "minutes" in given
+        if state["progress"].step >= config.max_iters and not longer:
+            longer = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} more steps"
             raise UserError(f"{self.path} has all its {config.max_iters} steps: {longer}")
         return config, checkpoints[-1], state
 
@@ -143,7 +144,11 @@ class RunDirectory:
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
         kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
         replace(log, b"".join(kept))
-        text = "# A preset: the settings of this run at its last start.\n"
+        self.write_settings(config)
+
+    def write_settings(self, config: Any):
+        """Write config.toml."""
+        text = "# A preset: the settings of this run.\n"
         for name, value in asdict(config).items():
             if name not in START_FLAGS and value is not None:  # TOML's strings are JSON's
                 text += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
@@ -168,6 +173,7 @@ class RunDirectory:
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
             for name, text in self.sources:  # another model.py does not load the checkpoint
                 (new / name).write_bytes(text)
+        self.write_settings(config)  # a plan may have changed
         checkpoints = list_checkpoints(self.path)
         if reason and len(checkpoints) == 1:  # said once
             print(f"checkpoints are for this model.py alone (model_type gptling): {reason}")

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and tests run side by side
@@ -64,6 +65,8 @@ def run_in_child(arguments, cwd, files):
     if sys.path[0] != str(ROOT):  # another copy of the project has its own modules
         for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
             del sys.modules[name]
+    elif "gptling.threads" in sys.modules:
+        sys.modules["gptling.threads"].STARTED = time.perf_counter()
     runpy.run_path(arguments[0], run_name="__main__")
 
 

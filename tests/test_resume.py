@@ -136,6 +136,7 @@ def saver(directory):
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
     save = saver(tmp_path)
     save({"step": 1, "val_loss": 1})
+    (tmp_path / "config.toml").unlink()
     before = contents(tmp_path)
 
     def full(*_):
@@ -242,6 +243,18 @@ def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
     assert set(tomllib.loads(text)) == {field.name for field in fields(TrainConfig)} - once
 
 
+def test_resume_with_minutes_trains_so_many_more(finished):
+    """At the speed so far, and with the new plan in config.toml."""
+    run = finished / "out/mine"
+    spent = read_log(run)[-1]["seconds"]
+    flags = ["--dataset=mine", "--resume", "--minutes=0.02"]
+    output = output_of("train.py", *flags, cwd=finished)
+    assert "plan for 0.02 more min: about " in output and ", from step 20" in output
+    config, log = tomllib.loads((run / "config.toml").read_text()), read_log(run)
+    assert config["minutes"] == pytest.approx(0.02 + spent / 60, rel=0.05)
+    assert config["max_iters"] == log[-1]["step"] > 20 and log[-1]["seconds"] > spent
+
+
 # ---------------------------------------------------------------- one writer, and the old run
 
 
@@ -252,7 +265,7 @@ def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train
     def evaluate(*_):
         for more in ([], ["--overwrite"], ["--resume"], ["--auto_resume"]):
             seconds.append(run_script("train.py", *flags, *more, cwd=finished))
-        return {"val_loss": 2.0, "bits_per_byte": 3.0}
+        return {"val_loss": 2.0, "bits_per_byte": 3.0, "val_tokens": 9}
 
     monkeypatch.setattr("train.evaluate", evaluate)
     assert train(*flags, "--overwrite", cwd=finished).returncode == 0

@@ -32,7 +32,7 @@ from tests.test_dataset import write_data
 from train import TrainConfig, configure_optimizers, learning_rate
 
 MINE = ["--dataset=mine", *TINY]
-RESULT = {"val_loss": 2.0, "bits_per_byte": 3.0}  # of an evaluation
+RESULT = {"val_loss": 2.0, "bits_per_byte": 3.0, "val_tokens": 9}  # of an evaluation
 STILL = ["--learning_rate=0", "--min_lr=0"]  # the weights stay as they are
 
 
