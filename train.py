@@ -80,7 +80,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
     muon_lr: Planned[float] = None  # Muon's peak learning rate. It follows the same schedule
     muon_momentum: float = 0.9  # Muon's momentum. Shorter runs prefer a lower value
-    weight_decay: float = 0.1  # for matrices. Biases and LayerNorms do not decay
+    weight_decay: Planned[float] = None  # for matrices. Biases and LayerNorms do not decay
     beta1: float = 0.9  # AdamW: decay rate of the moving average of gradients
     beta2: float = 0.99  # AdamW: decay rate of the moving average of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this. 0 disables clipping
@@ -118,6 +118,7 @@ FIXED = {"init_from", "optimizer", "seed", "vocab_multiple", "block_size", "bias
 
 # The values of planned fields in a run of --max_iters. Its rates follow from the width.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
+SMALL |= {"weight_decay": 0.1}
 SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1}
 SMALL |= {"max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
 

@@ -21,9 +21,10 @@ from gptling.loss import objective_and_parts
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
 TOKENS_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
-MAX_EPOCHS, SHORT_TEXT_STEPS = 12, 200  # the larger of the two ends a run
-PARAMETERS_PER_TOKEN = 25  # of the text. Times the epochs, they are its memorisation:
-DROPOUT_MEMORISATION, MAX_MEMORISATION = 35, 200
+MAX_EPOCHS, SHORT_TEXT_STEPS = 16, 600  # the larger of the two ends a run
+# The largest model has so many parameters per token of the text, or so many.
+PARAMETERS_PER_TOKEN, SHORT_TEXT_PARAMETERS = 25, 2_600_000
+DROPOUT_MEMORISATION = 35  # see Planner.fields_for
 EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
 SAVING, SAVING_PER_PARAMETER = 0.4, 1e-7  # seconds of a checkpoint and its sample: the larger
@@ -62,10 +63,9 @@ def saving_time(n_parameters: int) -> float:
     return max(SAVING, SAVING_PER_PARAMETER * n_parameters)
 
 
-def most_steps(fields: dict, n_parameters: int, train_tokens: int) -> int:
-    """Return after how many steps a run ends before it overfits a text that is short for it."""
-    epochs = min(MAX_EPOCHS, MAX_MEMORISATION * train_tokens / n_parameters)
-    return max(SHORT_TEXT_STEPS, int(train_tokens * epochs / tokens_per_step(fields)))
+def most_steps(fields: dict, train_tokens: int) -> int:
+    """Return after how many steps a run ends before it overfits."""
+    return max(SHORT_TEXT_STEPS, int(train_tokens * MAX_EPOCHS / tokens_per_step(fields)))
 
 
 class Planner:
@@ -94,7 +94,7 @@ class Planner:
         """Return the fields of the largest model that sees enough tokens, and a step's seconds."""
         candidates = [self.fields_for(*shape) for shape in SHAPES]
         models = {self.parameters(fields): fields for fields in candidates}
-        most = max(min(models), PARAMETERS_PER_TOKEN * self.train_tokens)
+        most = max(SHORT_TEXT_PARAMETERS, PARAMETERS_PER_TOKEN * self.train_tokens)
         models = {n: fields for n, fields in models.items() if n <= most}
         n = min(models) if "n_embd" in self.fixed else list(models)[:3][-1]
         seconds, times = max(1.0, self.seconds_left()), {}  # of a token, of those measured
@@ -116,11 +116,13 @@ class Planner:
         fields = {"n_layer": n_layer, "n_head": n_head, "n_embd": width} | self.fixed
         n = self.parameters(fields)
         tokens = tokens or self.enough_tokens(n)
+        # Epochs times parameters per token of the text: how well it could be memorised.
         memorisation = tokens / self.train_tokens * n / self.train_tokens
         tokens = min(tokens, ENOUGH_EPOCHS * self.train_tokens)  # later epochs do not count
         block_size = 2 ** round(math.log2(max(64, tokens**0.6 / 72)))  # nearest power of two
         fields["block_size"] = min(1024, block_size, self.longest)
         fields["dropout"] = 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0
+        fields["weight_decay"] = round(min(0.8, 0.1 + memorisation / 800), 2)
         fields |= {"batch_size": 1, "gradient_accumulation_steps": self.processes.world_size}
         fields |= self.fixed
         if "batch_size" not in self.fixed:
@@ -136,11 +138,10 @@ class Planner:
         None if the last one covers the whole split, and those before a part (see eval_part)."""
         step = 1.05 * step  # with its data and the log
         seconds = max(step, self.seconds_left() - SAVING)
-        n_parameters = self.parameters(fields)
         n = max(3, min(10, int(self.seconds_left() // 60)))  # evaluations
         interval = self.fixed.get("eval_interval", seconds / step / n)
         part = min(eval_part({"eval_interval": interval} | fields) or math.inf, self.val_tokens)
-        evaluation = evaluation_time(fields, step, part) + saving_time(n_parameters)
+        evaluation = evaluation_time(fields, step, part) + saving_time(self.parameters(fields))
         n = max(1, min(n, int(seconds / 2 / evaluation)))
         if "eval_interval" in self.fixed:
             n = max(1.0, seconds / (interval * step + evaluation))
@@ -148,7 +149,7 @@ class Planner:
         if part < self.val_tokens and "eval_tokens" not in self.fixed and whole < seconds / 5:
             part = None
             seconds -= whole
-        most = most_steps(fields, n_parameters, self.train_tokens)
+        most = most_steps(fields, self.train_tokens)
         steps = max(1, int((seconds - n * evaluation) / step))
         self.overfits = steps >= most
         steps = min(steps, most)
@@ -248,7 +249,7 @@ class Clock:
         self.before = progress.seconds  # of earlier sessions
         self.tokens, self.all_tokens = data.val_targets, len(data.val) - 1  # of evaluations
         self.n_parameters = sum(p.numel() for p in model.parameters())
-        self.most = most_steps(vars(config), self.n_parameters, data.n_tokens)
+        self.most = most_steps(vars(config), data.n_tokens)
         self.first_step = progress.step
         self.last_look = 0.0
         self.newest, self.means = [], []  # seconds of steps, and the means of about ten

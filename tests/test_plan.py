@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gptling.plan
-from gptling.plan import SHAPES, Clock, Planner, eval_part, fill_in, tokens_per_step
+from gptling.plan import Clock, Planner, eval_part, fill_in, tokens_per_step
 from gptling.run import Progress
 from tests.conftest import ROOT, one_process, read_log, run_here, run_script, small
 from tests.test_processes import finish, torchrun
@@ -60,33 +60,28 @@ def tokens_seen(fields):
     return fields["max_iters"] * tokens_per_step(fields)
 
 
-def memorisation(planner, fields):
-    epochs = tokens_seen(fields) / planner.train_tokens
-    return epochs * planner.parameters(fields) / planner.train_tokens
-
-
-FIELDS = "n_layer n_head n_embd dropout block_size batch_size gradient_accumulation_steps max_iters"
-FIELDS += " learning_rate muon_lr eval_interval eval_tokens"
+FIELDS = "n_layer n_head n_embd dropout weight_decay block_size batch_size "
+FIELDS += "gradient_accumulation_steps max_iters learning_rate muon_lr eval_interval eval_tokens"
 ADAMW = {"optimizer": "adamw", "n_embd": 512}
 TRAINED = {"init_from": "gpt2", "batch_size": 300, "block_size": 100}
 EVALUATED = {"eval_interval": 20, "eval_tokens": 100_000}
 RATE = {"eval_tokens": 0, "learning_rate": 0.003}
 PLANS = [
-    (NOTE, 1, {}, "2 3 96 0.1 64 16 1 200 0.01 0.05 67 1000"),
-    (NOTES, 1, {}, "2 4 128 0.1 64 16 1 351 0.01 0.05 117 3000"),
-    (BOOK, 4, {}, "2 4 256 0 64 32 1 974 0.0075 0.035355 325 40000"),
-    (BOOK, 8, {}, "3 4 256 0.1 64 32 1 951 0.0075 0.035355 136 None"),
-    (BOOK, 60, {}, "4 6 384 0.1 64 32 1 2091 0.005 0.028868 210 40000"),
-    (BOOKS, 1, {}, "2 2 64 0 64 32 1 682 0.01 0.05 228 59486"),
-    (BOOKS, 10, {}, "2 6 192 0 128 32 1 896 0.01 0.040825 100 51299"),
-    (BOOKS, 100, {}, "3 4 256 0 256 16 1 4669 0.0075 0.035355 467 None"),
-    (BOOKS, 5000, {}, "6 8 512 0 1024 8 2 12005 0.00375 0.025 1201 None"),
-    (BOOKS, 5, {"n_embd": 300}, "2 4 300 0 64 32 1 465 0.0064 0.03266 117 30018"),
-    (BOOKS, 5, ADAMW, "2 8 512 0 64 16 1 396 0.00070711 0.025 99 12874"),
-    (BOOKS, 5, TRAINED, "2 4 128 0 100 300 1 100 0.001 0.005 25 94665"),
-    (BOOKS, 5, EVALUATED, "2 4 128 0 64 32 1 835 0.01 0.05 20 100000"),
-    (BOOKS, 5, RATE, "2 4 128 0 64 32 1 952 0.003 0.05 952 0"),
-    (BOOKS, 5, {"world_size": 6}, "2 4 128 0 128 4 6 1015 0.01 0.05 254 98073"),
+    (NOTE, 1, {}, "3 4 256 0.1 0.8 64 16 1 265 0.0075 0.035355 89 1000"),
+    (NOTES, 1, {}, "3 4 256 0.1 0.8 64 16 1 258 0.0075 0.035355 86 3000"),
+    (BOOK, 4, {}, "2 4 256 0 0.13 64 32 1 969 0.0075 0.035355 323 40000"),
+    (BOOK, 8, {}, "3 4 256 0.1 0.16 64 32 1 951 0.0075 0.035355 136 None"),
+    (BOOK, 60, {}, "4 6 384 0.1 0.41 64 32 1 2586 0.005 0.028868 259 40000"),
+    (BOOKS, 1, {}, "2 2 64 0 0.1 64 32 1 682 0.01 0.05 228 59486"),
+    (BOOKS, 10, {}, "2 6 192 0 0.1 128 32 1 896 0.01 0.040825 100 51299"),
+    (BOOKS, 100, {}, "3 4 256 0 0.1 256 16 1 4669 0.0075 0.035355 467 None"),
+    (BOOKS, 5000, {}, "6 8 512 0 0.1 1024 8 2 12005 0.00375 0.025 1201 None"),
+    (BOOKS, 5, {"n_embd": 300}, "2 4 300 0 0.1 64 32 1 465 0.0064 0.03266 117 30018"),
+    (BOOKS, 5, ADAMW, "2 8 512 0 0.1 64 16 1 396 0.00070711 0.025 99 12874"),
+    (BOOKS, 5, TRAINED, "2 4 128 0 0.1 100 300 1 100 0.001 0.005 25 94665"),
+    (BOOKS, 5, EVALUATED, "2 4 128 0 0.1 64 32 1 835 0.01 0.05 20 100000"),
+    (BOOKS, 5, RATE, "2 4 128 0 0.1 64 32 1 952 0.003 0.05 952 0"),
+    (BOOKS, 5, {"world_size": 6}, "2 4 128 0 0.1 128 4 6 1015 0.01 0.05 254 98073"),
 ]
 
 
@@ -111,7 +106,7 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(data
         sizes.append(planner.parameters(fields))
         seen.append(tokens_seen(fields))
         assert n == 15 or seen[-1] > 0.75 * min(1.5 * sizes[-1], 4 * data.n_tokens)
-        assert seen[-1] <= 12 * data.n_tokens and memorisation(planner, fields) <= 200
+        assert seen[-1] <= 16 * data.n_tokens
     assert sizes == sorted(sizes) and sizes[-1] > 3 * sizes[0]
 
 
@@ -137,8 +132,7 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
     spent = 60 * minutes - planner.left + fields["max_iters"] * step + n * (evaluating + saving)
     if fields["eval_tokens"] is None:  # the last one covers the whole split
         spent += len(data.val) * step / tokens_per_step(fields) / 3
-    epochs = tokens_seen(fields) / data.n_tokens
-    used_up = epochs > 0.99 * 12 or memorisation(planner, fields) > 0.99 * 200
+    used_up = tokens_seen(fields) > 0.99 * 16 * data.n_tokens
     assert spent < 60 * minutes and planner.overfits == used_up
     assert spent > 0.85 * 60 * minutes - 6 or used_up
     if not options:
@@ -150,9 +144,9 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
 def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
     planner = Simulator(corpus(tokens, 64), minutes)
     fields = planner.plan()
-    assert tokens_seen(fields) <= max(12 * tokens, 200 * tokens_per_step(fields))
-    smallest = planner.parameters(planner.fields_for(*SHAPES[0]))
-    assert planner.parameters(fields) <= max(25 * tokens, smallest)
+    assert tokens_seen(fields) <= max(16 * tokens, 600 * tokens_per_step(fields))
+    assert planner.parameters(fields) <= max(25 * tokens, 2_600_000)
+    assert fields["weight_decay"] > 0.5 or minutes == 0.5
     assert fields["block_size"] == min(64, tokens // 10 - 1)
 
 
@@ -404,7 +398,7 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
 def test_the_time_is_counted_from_the_programs_start():
     """With the seconds of its imports."""
     code = "import time; before = time.perf_counter(); import train\n"
-    code += "assert before < train.gptling.threads.STARTED < before + 0.3 < time.perf_counter()"
+    code += "assert before < train.gptling.threads.STARTED < (before + time.perf_counter()) / 2"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
