@@ -15,12 +15,16 @@ class UserError(Exception):
 
 
 def sync(path: Path):
-    """Have the system write a file or a directory to the disk now."""
+    """Have the system write a file to the disk now, or a directory if its drive can do that."""
     if os.name == "nt":
         return  # Windows lets nobody open a directory
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    ignored = [OSError] if path.is_dir() else []
+    with contextlib.suppress(*ignored):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace(path: Path, content: bytes):

@@ -1,8 +1,10 @@
 """Files that appear whole or not at all, also on a disk that is full."""
 
+import errno
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 
@@ -53,6 +55,27 @@ def test_a_file_is_replaced_whole_once_it_is_on_the_disk(tmp_path, monkeypatch):
     replace(path, b"second")
     assert [set(found.values()) for found in synced] == [{b"first"}, {b"first", b"second"}]
     assert contents(tmp_path) == {"meta.json": b"second"}
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(
+    here, monkeypatch, train_here, error
+):
+    """Files are synced, or the run ends."""
+    kinds, fsync = {stat.S_ISDIR}, os.fsync
+
+    def fail(descriptor):
+        mode = os.fstat(descriptor).st_mode
+        if any(is_kind(mode) for is_kind in kinds):
+            raise OSError(error, os.strerror(error))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert run_here("train.py", "--dataset=mine", *TINY, cwd=here).returncode == 0
+    assert (here / "out/mine/checkpoint-20/metrics.json").is_file()
+    kinds.add(stat.S_ISREG)
+    with pytest.raises(OSError, match=os.strerror(error)):
+        replace(here / "a", b"")
 
 
 @pytest.mark.parametrize(
