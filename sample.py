@@ -81,11 +81,12 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
 
 
 def make_samples(tokenizer, prompts: list[str], config: SampleConfig) -> list[Sample]:
-    """Return num_samples texts for each prompt, of one token at least. Raises UserError for an
-    unknown character."""
+    """Return num_samples texts for each prompt, of one token at least. A special token's name, such
+    as <|endoftext|>, is that token. Raises UserError for an unknown character."""
     samples = []
     for prompt in prompts:
-        ids = encode(tokenizer, prompt, "the prompt").tolist() or [start_token(tokenizer)]
+        ids = encode(tokenizer, prompt, "the prompt", tokenizer.special_tokens_set).tolist()
+        ids = ids or [start_token(tokenizer)]
         samples += [Sample(prompt, ids, config.stop) for _ in range(config.num_samples)]
     return samples
 

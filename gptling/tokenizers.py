@@ -140,13 +140,15 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
     return all(bytes([byte]) in tokenizer._mergeable_ranks for byte in range(256))
 
 
-def encode(tokenizer: tiktoken.Encoding, text: str, what: str = "the text") -> np.ndarray:
-    """Token ids, (n,) uint32. Special tokens in the text are plain text. Raises UserError for a
-    character that the tokenizer lacks, for which tiktoken would abort."""
-    for character in () if has_all_bytes(tokenizer) else sorted(set(text)):
+def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=()) -> np.ndarray:
+    """Token ids, (n,) uint32. special: the special tokens that are tokens in the text, any other is
+    plain text. Raises UserError for a character that the tokenizer lacks: tiktoken would abort."""
+    plain = re.sub("|".join(map(re.escape, special)), "", text) if special else text
+    for character in () if has_all_bytes(tokenizer) else sorted(set(plain)):
         if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
             raise UserError(f"{what}: the tokenizer lacks {character!r} (U+{ord(character):04X})")
-    return tokenizer.encode_to_numpy(text, disallowed_special=())
+    allowed = {"allowed_special": set(special), "disallowed_special": ()}
+    return tokenizer.encode_to_numpy(text, **allowed)
 
 
 def start_token(tokenizer: tiktoken.Encoding) -> int:

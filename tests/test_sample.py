@@ -6,14 +6,17 @@ import sys
 from unittest import mock
 
 import pytest
+import tiktoken
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
 from gptling import decoding
 from gptling.decoding import GraphedStep, Sample, speed_up
 from gptling.gpt2_format import save
-from gptling.tokenizers import build_tokenizer, tokenizer_to_json
+from gptling.tokenizers import ANY_CHARACTER, build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
+from sample import SampleConfig, make_samples
 from tests.conftest import output_of, run_here, run_script
 from tests.test_explain import random_model
 
@@ -62,6 +65,34 @@ def test_seeds_reproduce_and_samples_differ(trained):
     assert sample("--seed=5", "--temperature=0.8") == first[0] + "\n"
     assert sample("--seed=6") == first[1]
     assert sample("--temperature=0", "--seed=5") == sample("--temperature=0", "--seed=6")
+
+
+@pytest.mark.parametrize("way", ["--prompt", "--prompts", "--interactive"])
+def test_end_of_text_in_a_prompt_is_its_token(letters, way):
+    """After which NextLetter begins with a. A tokenizer without it reports the first character that
+    it lacks, and is asked for no other."""
+    (letters / "prompts.txt").write_text("ab<|endoftext|>")
+    prompt = {"--prompt": "ab<|endoftext|>", "--prompts": "prompts.txt"}.get(way)
+    arguments = [letters, way, *filter(None, [prompt]), "--max_new_tokens=3"]
+    process = run_here("sample.py", *arguments, cwd=letters, stdin="ab<|endoftext|>\n\n")
+    assert process.stdout.decode() == "ab<|endoftext|>abc\n"
+    plain = build_tokenizer("char", ["abcdef<|endoftext|"], end_of_text=False)
+    (letters / "tokenizer.json").write_text(tokenizer_to_json(plain), encoding="utf-8")
+    process = run_here("sample.py", *arguments, cwd=letters, stdin="ab<|endoftext|>\n\n")
+    assert "the prompt: the tokenizer lacks '>'" in process.stderr.decode()
+
+
+def test_special_tokens_in_a_prompt_are_those_of_transformers(tmp_path):
+    """Another than end-of-text too, also next to each other and in part."""
+    ranks = {bytes([i]): i for i in range(256)}
+    special = {"<|endoftext|>": 256, "<|user|>": 257}
+    tokenizer = tiktoken.Encoding(
+        "bytes", pat_str=ANY_CHARACTER, mergeable_ranks=ranks, special_tokens=special
+    )
+    text = "<|user|>é<|endoftext|><|endoftext|>\n<|user|> <|use<|user|><|endoftext"
+    samples = make_samples(tokenizer, [text], SampleConfig())
+    assert samples[0].ids == Tokenizer.from_str(tokenizer_to_json(tokenizer)).encode(text).ids
+    assert samples[0].ids.count(257) == 3
 
 
 def test_prompts_of_a_file_give_what_each_gives_alone(trained, tmp_path):
