@@ -90,7 +90,8 @@ def prepare(config: PrepareConfig) -> Path:
         encoded = encode_on_all_cores(tokenizer, texts)
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
-            raise UserError(f"{target}: too little text to train and validate on: give more text")
+            error = f"{target}: too little text to train and validate on: give more text"
+            raise UserError("; ".join([error, *corpus.refused[:5]]))
         meta = {
             "format": 1,
             "tokenizer": tokenizer.name if how else config.tokenizer,
@@ -107,8 +108,9 @@ def prepare(config: PrepareConfig) -> Path:
     print(f"  tokenizer: {meta['tokenizer']}, {tokenizer.n_vocab:,} tokens{how}")
     print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")
     if corpus.n_repeated or corpus.refused:
+        files = f"all or part of {len(corpus.refused):,} files"
         print(
-            f"  left out: {corpus.n_repeated:,} repeated documents, {len(corpus.refused):,} files",
+            f"  left out: {corpus.n_repeated:,} repeated documents, {files}",
             *corpus.refused[:5],
             sep="\n    ",
         )

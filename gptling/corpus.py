@@ -86,31 +86,55 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable
     return [Path(name)]
 
 
-def read_pieces(source: Path | Iterable[dict], field: str) -> Iterator[str]:
-    """Yield a source in pieces with the same tokens as the whole. An empty one ends a document."""
+def read_pieces(source: Path | Iterable[dict], field: str, refused: list) -> Iterator[str]:
+    """Yield a source in pieces with the same tokens as the whole. An empty one ends a document. A
+    record without a text is left out. One line about all of these is added to `refused`."""
     name = source.name.lower() if isinstance(source, Path) else ""
     if not name:
-        yield from _records(source, field)
+        yield from _records(source, field, refused)
     elif name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
 
-        for batch in ParquetFile(source).iter_batches(100):
-            yield from _records(batch.to_pylist(), field)
+        batches = ParquetFile(source).iter_batches(100)
+        records = chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from _records(records, field, refused)
     else:  # text mode reads "\n" for every end of a line
         opened = gzip.open if name.endswith(".gz") else open
-        with opened(source, "rt", encoding="utf-8-sig") as file:
-            if name.endswith((".jsonl", ".jsonl.gz")):
-                yield from _records(map(json.loads, filter(str.strip, file)), field)
+        is_json = name.endswith((".jsonl", ".jsonl.gz"))
+        errors = "surrogateescape" if is_json else "strict"  # bad bytes spoil one line alone
+        with opened(source, "rt", encoding="utf-8-sig", errors=errors) as file:
+            if is_json:
+                yield from _records(file, field, refused)
             else:
                 yield from _pieces(iter(lambda: file.read(CHUNK), ""))
 
 
-def _records(records, field):
-    for record in records:  # JSON can have half of a pair of surrogates, which becomes U+FFFD
-        if field not in record:
-            raise ValueError(f'no "{field}", but --field can be one of {[*record]!s:.200}')
-        text = re.sub("\r\n?", "\n", record[field] or "").encode("utf-16", "surrogatepass")
-        yield from _pieces([text.decode("utf-16", "replace")])
+def _records(records, field, refused):
+    n_refused = 0
+    for number, record in enumerate(records, 1):
+        try:
+            text = text_of(record, field)
+        except (ValueError, TypeError) as error:
+            n_refused += 1
+            if n_refused == 1:  # JSON calls every line 1
+                first = f"line {number}: {error}".replace(": line 1 ", ": ")
+            continue
+        yield from _pieces([text])
+    if n_refused:
+        refused.append(f"{n_refused:,} records, the first in {first}")
+
+
+def text_of(record: dict | str, field: str) -> str:
+    """Return the text of a record or of its line of JSON, which may be blank. Bad bytes in the line
+    are surrogates. Raises ValueError or TypeError."""
+    if isinstance(record, str):
+        line = record.encode(errors="surrogateescape").decode().strip()
+        record = json.loads(line) if line else {field: ""}
+    names = [*record] if isinstance(record, dict) else []
+    if field not in names:
+        raise ValueError(f'no "{field}", but --field can be one of {names!s:.200}')
+    text = re.sub("\r\n?", "\n", record[field] or "").encode("utf-16", "surrogatepass")
+    return text.decode("utf-16", "replace")  # JSON can have half of a pair, which becomes U+FFFD
 
 
 def _pieces(chunks):
@@ -128,9 +152,9 @@ def _pieces(chunks):
     yield from (text, "")
 
 
-def read_documents(source: Path | Iterable[dict], field: str) -> Iterator[Iterator[str]]:
-    """Yield the documents of a source, each as an iterator of its pieces."""
-    pieces = read_pieces(source, field)
+def read_documents(source: Path | Iterable[dict], *rest) -> Iterator[Iterator[str]]:
+    """Yield the documents of a source, each as an iterator of its pieces, as read_pieces does."""
+    pieces = read_pieces(source, *rest)
     # A bar for those of a long source, in a terminal.
     shown = tqdm(pieces, "reading", unit=" pieces", leave=False, delay=1, disable=None)
     groups = groupby(shown, bool)
@@ -163,9 +187,9 @@ class Corpus:
         for name in names or [""]:
             for source in find_sources(name, field, downloads):
                 label = str(source) if Path(name).is_dir() else name
-                found = array("q")
+                found, refused = array("q"), []
                 try:
-                    for document in read_documents(source, field):
+                    for document in read_documents(source, field, refused):
                         key = size = 0
                         for text in document:
                             key = hash((key, text))
@@ -173,6 +197,7 @@ class Corpus:
                         found.extend((key, size))
                     self.sources.append(source)
                     measured.extend(found)
+                    self.refused += [f"{label}: {line}" for line in refused]
                 except UnicodeDecodeError as error:
                     is_text = Path(label).is_file() and b"\0" not in error.object
                     hint = CONVERT.format(label) if is_text else ""
@@ -191,7 +216,7 @@ class Corpus:
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield ("train" or "val", text). An empty text ends a document's part of a split."""
         self.count = Counter()
-        documents = (read_documents(source, self.field) for source in self.sources)
+        documents = (read_documents(source, self.field, []) for source in self.sources)
         for n_train, document in zip(self.n_train, chain.from_iterable(documents), strict=True):
             ends = {}
             rest = n_train  # bytes to train on from here

@@ -125,11 +125,31 @@ def test_every_kind_of_source_gives_its_documents_once(here, kind, capsys):
     assert (meta["documents"], meta["characters"]) == (60, len("".join(DOCUMENTS)))
 
 
-@pytest.mark.parametrize("record", ["{", '{"id": 1, "body": "a"}', '{"text": 5}', "[1]"])
-def test_a_file_with_a_record_without_text_is_named(here, record):
-    lines = [json.dumps({"text": "fine"}), "", record, json.dumps({"text": "never read"})]
-    (here / "a.jsonl").write_text("\n".join(lines))
-    one_line(run_here("prepare.py", "a.jsonl", cwd=here), "a.jsonl: ", "Error: ")
+BAD_RECORDS = {
+    b"{": "Expecting property name",
+    b'{"text": "a"} {': "Extra data: column 15",
+    b'{"id": 1, "body": "a"}': "no \"text\", but --field can be one of ['id', 'body']",
+    b'{"text": 5}': "got 'int'",
+    b'["text"]': 'no "text"',
+    b'"text"': 'no "text"',
+    b'{"text": "caf\xe9"}': "can't decode byte 0xe9",
+    b'{"text": "\xed\xa0\xbd"}': "can't decode byte 0xed",
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("record", BAD_RECORDS, ids=lambda record: str(record)[:20])
+def test_a_bad_record_is_counted_with_its_line_and_the_others_are_read(here, capsys, record, name):
+    """Blank lines are neither."""
+    good = [json.dumps({"text": text}).encode() for text in DOCUMENTS]
+    raw = b"\r\n".join([good[0], b" ", record, *good[1:], record])
+    Path(name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    data = prepare(PrepareConfig((name,), tokenizer="byte"))
+    texts = (text_of(data, "train") + text_of(data, "val")).split(END_OF_TEXT)
+    assert sorted(texts) == sorted([*DOCUMENTS, ""])
+    said = capsys.readouterr().out
+    assert "left out: 0 repeated documents, all or part of 1 files\n" in said
+    assert f"    {name}: 2 records, the first in line 3: " in said and BAD_RECORDS[record] in said
 
 
 def test_another_field_and_half_a_character_are_read(here):
@@ -266,7 +286,7 @@ def test_any_text_comes_back_with_its_newlines_and_other_bytes_are_refused(text,
 
 
 def read_all(source):
-    documents = groupby(corpus.read_pieces(source, "text"), bool)
+    documents = groupby(corpus.read_pieces(source, "text", []), bool)
     return ["".join(pieces) for text, pieces in documents if text]
 
 
@@ -295,7 +315,7 @@ def test_marks_are_found_wherever_a_text_is_cut(here, monkeypatch, text):
 
 def test_a_long_text_is_read_bit_by_bit(here):
     (here / "a.txt").write_bytes(b"some words in a line\n" * 100_000 + b"\xff")
-    pieces = corpus.read_pieces(here / "a.txt", "text")
+    pieces = corpus.read_pieces(here / "a.txt", "text", [])
     assert len(next(pieces)) <= 500  # without reading on to the bad end
     with pytest.raises(UnicodeDecodeError, match="0xff"):
         list(pieces)
