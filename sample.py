@@ -12,7 +12,6 @@ The text goes to standard output as it is drawn, everything else to standard err
 import copy
 import sys
 import time
-import tomllib
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +73,7 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
         return text.split("\n") if config.prompts else [text]
     settings = checkpoint.parent / "config.toml"
     if not (config.prompt or config.interactive) and settings.is_file():
-        if tomllib.loads(settings.read_text(encoding="utf-8"))["dataset"] == "quickstart":
+        if b'dataset = "quickstart"' in settings.read_bytes():
             print("the quick start's text is Python's source: --prompt def", file=sys.stderr)
             return ["def"]
     return [config.prompt]
@@ -143,11 +142,11 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
 def main():
     config, *_ = load(SampleConfig, __doc__)
     config.device = pick_device(config.device)
-    checkpoint = find_checkpoint(config.run)
-    tokenizer = load_tokenizer(checkpoint)
-    # An unknown character is reported before the model is loaded.
-    samples = make_samples(tokenizer, read_prompts(config, checkpoint), config)
-    with redirect_stdout(sys.stderr):  # which has the text alone
+    with redirect_stdout(sys.stderr):  # standard output has the text alone
+        checkpoint = find_checkpoint(config.run)
+        tokenizer = load_tokenizer(checkpoint)
+        # An unknown character is reported before the model is loaded.
+        samples = make_samples(tokenizer, read_prompts(config, checkpoint), config)
         model = load_model(GPT, checkpoint)
     original = copy.deepcopy(model) if config.explain else None  # in float32
     dtype = pick_dtype(config.dtype, config.device, wide=model.config.n_embd >= WIDE)

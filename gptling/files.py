@@ -36,8 +36,11 @@ def replace(path: Path, content: bytes):
 
 
 def read_json(file: Path) -> dict:
-    """Return the JSON object in a file."""
-    return json.loads(file.read_text(encoding="utf-8"))
+    """Return the JSON object in a file. Raises UserError."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:  # TypeError: another value
+        raise UserError(f"{file} cannot be read ({error}): delete {file.parent}") from None
 
 
 def lock_directory(directory: Path) -> filelock.FileLock:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from gptling import gpt2_format
 from gptling.files import UserError, read_json
-from gptling.run import best_checkpoint, list_checkpoints
+from gptling.run import best_checkpoint, check_files, list_checkpoints
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 
@@ -22,7 +22,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
     path = Path(path or runs[-1]).expanduser()
     if checkpoints := list_checkpoints(path):
         stopped = "val_loss" not in read_json(checkpoints[-1] / "metrics.json")
-        return checkpoints[-1] if stopped else best_checkpoint(path)
+        return check_files(checkpoints[-1] if stopped else best_checkpoint(path))
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import asdict, dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ FORMAT = 5  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "out_dir"}
 START_FLAGS |= {"allow_changed_model", "vocab_size"}
+print_once = cache(print)
 
 
 @dataclass
@@ -33,10 +34,20 @@ class Progress:
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:
-    """Return the checkpoints in the directory of a run, oldest first, or [] for any other path."""
-    found = [file.parent for file in Path(run).glob("checkpoint-*/metrics.json")]
-    steps = {path.name.removeprefix("checkpoint-"): path for path in found}
-    return [steps[step] for step in sorted(filter(str.isdigit, steps), key=int)]
+    """Return the checkpoints in the directory of a run, oldest first, or [] for any other path.
+    What has such a name and is none is printed once."""
+    checkpoints = {}
+    for path in Path(run).glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if not step.isdecimal():
+            print_once(f"ignored: {path} has no step in its name")
+            continue
+        try:
+            read_json(path / "metrics.json")
+            checkpoints[int(step)] = path
+        except UserError as error:
+            print_once(f"ignored: {error}")
+    return [checkpoints[step] for step in sorted(checkpoints)]
 
 
 def best_checkpoint(run: str | Path) -> Path | None:
@@ -48,6 +59,15 @@ def best_checkpoint(run: str | Path) -> Path | None:
         return metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
 
     return min(list_checkpoints(run)[::-1], key=loss, default=None)
+
+
+def check_files(checkpoint: Path) -> Path:
+    """Return a checkpoint of a run. Raises UserError for a file that was not copied whole."""
+    for name in ("config.json", "tokenizer.json"):
+        read_json(checkpoint / name)
+    if not (checkpoint / "model.safetensors").is_file():
+        raise UserError(f"{checkpoint} has no model.safetensors: delete {checkpoint}")
+    return checkpoint
 
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
@@ -97,7 +117,7 @@ class RunDirectory:
         if not (config.resume or config.auto_resume):
             ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
             raise UserError(f"{self.path} holds a run: {ways}")
-        state = load_training_state(checkpoints[-1])
+        state = load_training_state(check_files(checkpoints[-1]))
         config = resumed_config(config, state["config"], given, fixed)
         longer = config.resume and "minutes" in given
         if state["progress"].step >= config.max_iters and not longer:
@@ -138,11 +158,19 @@ class RunDirectory:
             self.path.mkdir()
             self.lock = lock_directory(self.path)
             print(f"the run that was in {self.path} is now in {old}")
-        for path in self.path.glob(".checkpoint-*"):  # half written, or half deleted
+        for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path)
         log = self.path / "log.jsonl"
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
-        kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
+        kept, unreadable = [], []
+        for number, line in enumerate(lines, 1):
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + b"\n")
+            except (ValueError, TypeError, KeyError):
+                unreadable.append(number)
+        if unreadable:
+            print(f"ignored: {log} has lines that cannot be read: {unreadable[:9]}")
         replace(log, b"".join(kept))
         self.write_settings(config)
 

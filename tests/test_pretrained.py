@@ -170,6 +170,8 @@ def test_a_run_means_its_best_or_where_it_was_stopped(losses, chosen, tmp_path, 
         checkpoint.mkdir(parents=True)
         metrics = {} if loss is None else {"val_loss": loss}
         (checkpoint / "metrics.json").write_text(json.dumps(metrics))
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (checkpoint / name).write_text("{}")
     shutil.copytree("out/a", "out/b")
     assert find_checkpoint("out/a").as_posix() == f"out/a/checkpoint-{chosen}"
     for newest in ("a", "b"):
