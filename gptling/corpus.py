@@ -57,9 +57,32 @@ def download(url: str, directory: Path) -> Path:
     return Path(file.name)
 
 
+def text_of(record: dict | str, field: str) -> str:
+    """Return the text of a record or of its line of JSON, which may be blank. Bad bytes in the line
+    are surrogates. Raises ValueError or TypeError."""
+    if isinstance(record, str):
+        line = record.encode(errors="surrogateescape").decode().strip()
+        record = json.loads(line) if line else {field: ""}
+    names = [*record] if isinstance(record, dict) else []
+    if field not in names:
+        raise ValueError(f'no "{field}", but --field can be one of {names!s:.200}')
+    text = re.sub("\r\n?", "\n", record[field] or "").encode("utf-16", "surrogatepass")
+    return text.decode("utf-16", "replace")  # JSON can have half of a pair, which becomes U+FFFD
+
+
+def write_records(records: Iterable[dict], field: str, directory: Path) -> Path:
+    """Write the texts of records, which are read once, into a new .jsonl in the directory."""
+    options = {"encoding": "utf-8", "suffix": ".jsonl", "delete": False}
+    with NamedTemporaryFile("w", dir=directory, **options) as file:
+        for record in tqdm(records, "downloading", unit=" records", leave=False, disable=None):
+            line = json.dumps({field: text_of(record, field)}, ensure_ascii=False)
+            file.write(line + "\n")
+    return Path(file.name)
+
+
 def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable[dict]]:
-    """The files or records that a name means. "" is Python's library, or else its reference. The
-    file of a URL is written into the directory `downloads`. Raises UserError."""
+    """The files or records that a name means. "" is Python's library, or else its reference. What
+    is downloaded is written into the directory `downloads`. Raises UserError."""
     if not name:
         library = Path(sysconfig.get_path("stdlib"))
         chosen = sorted(
@@ -77,10 +100,11 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable
             from datasets import load_dataset  # not everybody has it
 
             repo, config, split = [*name.split(":")[1:], "", ""][:3]
-            return [load_dataset(repo, config or None, split=split or "train", streaming=True)]
+            records = load_dataset(repo, config or None, split=split or "train", streaming=True)
+            return [write_records(records, field, downloads)]
         if url.startswith(("http://", "https://")):
             return [download(url, downloads)]
-    except (OSError, HTTPException, ValueError, RuntimeError) as error:
+    except (OSError, HTTPException, ValueError, RuntimeError, TypeError) as error:
         hint = BY_HAND if url == SHAKESPEARE else ""
         raise UserError(f"{url}: {error}{hint}") from None
     return [Path(name)]
@@ -122,19 +146,6 @@ def _records(records, field, refused):
         yield from _pieces([text])
     if n_refused:
         refused.append(f"{n_refused:,} records, the first in {first}")
-
-
-def text_of(record: dict | str, field: str) -> str:
-    """Return the text of a record or of its line of JSON, which may be blank. Bad bytes in the line
-    are surrogates. Raises ValueError or TypeError."""
-    if isinstance(record, str):
-        line = record.encode(errors="surrogateescape").decode().strip()
-        record = json.loads(line) if line else {field: ""}
-    names = [*record] if isinstance(record, dict) else []
-    if field not in names:
-        raise ValueError(f'no "{field}", but --field can be one of {names!s:.200}')
-    text = re.sub("\r\n?", "\n", record[field] or "").encode("utf-16", "surrogatepass")
-    return text.decode("utf-16", "replace")  # JSON can have half of a pair, which becomes U+FFFD
 
 
 def _pieces(chunks):
@@ -179,7 +190,7 @@ def validation_bytes(sizes: np.ndarray) -> np.ndarray:
 
 class Corpus:
     """The documents of the named sources, equal ones once. count: characters, and bytes of "train"
-    and "val", that texts() has given. Files of URLs are in the directory `downloads`, which must
+    and "val", that texts() has given. Downloads are in the directory `downloads`, which must
     exist as long as the corpus is read. Raises UserError if there is no text."""
 
     def __init__(self, names: Iterable[str], downloads: Path, field: str = "text"):

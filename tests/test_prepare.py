@@ -250,6 +250,49 @@ def test_a_missing_package_is_named_with_its_installation(here, monkeypatch, sou
     one_line(run_here("prepare.py", source, cwd=here), "pip install -e '.[datasets]'")
 
 
+class Stream:
+    """Records of the hub, of which the connection breaks after the last one if `breaks`."""
+
+    def __init__(self, field, texts, breaks=False):
+        self.records, self.breaks, self.read = [{"id": 1, field: text} for text in texts], breaks, 0
+
+    def __iter__(self):
+        self.read += 1
+        yield from self.records
+        if self.breaks:
+            raise ConnectionError("Server Disconnected")
+
+    def __call__(self, name, config, split, streaming):
+        assert (name, config, split, streaming) == ("user/rows", None, "train", True)
+        return self
+
+
+def test_a_stream_is_read_once(here, monkeypatch):
+    stream = Stream("text", [*DOCUMENTS, "half \ud83d\r\nof one", None, ""])
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=stream))
+    data = prepare(PrepareConfig(("hf:user/rows",), tokenizer="bpe", vocab_size=300))
+    assert stream.read == 1 and not list((here / "data").glob(".*"))
+    texts = (text_of(data, "train") + text_of(data, "val")).split(END_OF_TEXT)
+    assert sorted(texts) == sorted([*DOCUMENTS, "half \ufffd\nof one", ""])
+
+
+@pytest.mark.parametrize(
+    "stream, reason",
+    [
+        (Stream("text", DOCUMENTS, breaks=True), "Server Disconnected"),
+        (Stream("body", DOCUMENTS, breaks=True), "--field can be one of ['id', 'body']"),
+        (Stream("text", [5], breaks=True), "string"),
+    ],
+)
+def test_a_stream_that_cannot_be_used_is_one_line_and_leaves_nothing(
+    here, monkeypatch, stream, reason
+):
+    """The library has tried again before."""
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=stream))
+    one_line(run_here("prepare.py", "hf:user/rows", cwd=here), "hf:user/rows: ", reason)
+    assert not [*(here / "data").iterdir()]
+
+
 @pytest.mark.parametrize("source, word", [(":x", "default"), ("::nix", "train"), ("/nix", "find")])
 def test_a_wrong_part_of_a_hub_data_set_is_one_line(here, source, word):
     pytest.importorskip("datasets", reason="Data sets of the hub: pip install datasets")
