@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-MASKS_AND_TIED = (".attn.bias", ".attn.masked_bias", "lm_head.weight")  # in files of others
+MASKS = (".attn.bias", ".attn.masked_bias")  # in files of others
 # Our names in GPT-2's config.json, then the options in it that model.py computes.
 HF_NAMES = {"block_size": "n_positions", "dropout": "resid_pdrop"}
 GPT2 = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
@@ -160,7 +160,10 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
         check = json.loads((file.metadata() or {}).get("check", "[]"))
         tensors = {n.removeprefix("transformer."): file.get_tensor(n) for n in file.keys()}
     if is_gpt2:
-        tensors = {n: t.float() for n, t in tensors.items() if not n.endswith(MASKS_AND_TIED)}
+        tensors = {n: t.float() for n, t in tensors.items() if not n.endswith(MASKS)}
+        head = tensors.pop("lm_head.weight", None)  # the same matrix
+        if head is not None and not torch.equal(head, tensors.setdefault("wte.weight", head)):
+            raise ValueError("lm_head.weight and wte.weight differ: model.py has one for both")
     model = model_class(replace(config, **changes))
     own = published_tensors(model).keys()
     state = {n: t.T if n.endswith(CONV1D) else t for n, t in tensors.items() if n in own}
