@@ -2,8 +2,10 @@
 
 import hashlib
 import inspect
+import io
 import json
 import math
+import pickle
 import shutil
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
@@ -81,6 +83,21 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"{checkpoint} is of another version: begin with --init_from={checkpoint}")
     state["progress"] = Progress(**state["progress"])
     return state
+
+
+def refused_part(value: Any, name: str) -> str:
+    """Return the name and value of a part that load_training_state would refuse, or ""."""
+    file, parts = io.BytesIO(), {}
+    try:
+        torch.save(tree_map_only(torch.Tensor, lambda _: 0, value), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+        return ""
+    except (pickle.PickleError, AttributeError, TypeError):
+        if type(value) in (dict, list, tuple):
+            parts = value if type(value) is dict else dict(enumerate(value))
+        found = (refused_part(part, f"{name}[{key!r}]") for key, part in parts.items())
+        return next(filter(None, found), f"{name} = {value!r:.60}")
 
 
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
@@ -194,6 +211,9 @@ class RunDirectory:
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
         if not self.processes.is_main:
             return
+        if part := refused_part(state, "state"):
+            remedy = "use numbers, strings, lists, dicts and tensors alone"
+            raise UserError(f"no run could resume with {part}: {remedy}")
         with new_directory(self.path / f"checkpoint-{metrics['step']}") as new:
             reason = save(full_model, new, data.tokenizer_json)
             with (new / "training_state.pt").open("wb") as file:

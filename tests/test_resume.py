@@ -6,19 +6,24 @@ import re
 import shutil
 import signal
 import tomllib
+from collections import deque
 from dataclasses import asdict, fields, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from gptling import run as runs
 from gptling.cli import UserError
+from gptling.muon import Muon
 from gptling.run import RunDirectory, list_checkpoints, load_training_state, resumed_config
 from model import GPT, GPTConfig
 from tests.conftest import (
     TINY,
+    one_line,
     one_process,
     output_of,
     read_log,
@@ -365,6 +370,22 @@ def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
             optimizer.zero_grad()
         ends.append([model.state_dict(), runs.full_state(optimizer, model)])
     assert_equal(*ends)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), deque([1]), Path("a"), lambda: 1], ids=repr)
+def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(
+    here, monkeypatch, train_here, value
+):
+    def step(muon, plain=Muon.step):
+        plain(muon)
+        for state in muon.state.values():
+            state["seen"] = [1, {"last": value}]
+
+    monkeypatch.setattr(Muon, "step", step)
+    process = train("--dataset=mine", *TINY, cwd=here)
+    part = f"['h.0.attn.c_attn.weight']['seen'][1]['last'] = {value!r:.9}"
+    one_line(process, part, "use numbers, strings, lists, dicts and tensors")
+    assert not list((here / "out/mine").glob("*checkpoint*"))
 
 
 def test_code_that_is_not_the_runs_is_named_and_another_optimizer_starts_without_a_state(
