@@ -88,7 +88,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate decays
     warmup_iters: Planned[int] = None  # steps of linear warm-up
     hold: float = 0.0  # linear: fraction of the steps after warm-up before the decay starts
-    min_lr: Planned[float] = None  # final learning rate
+    min_lr: Planned[float] = None  # final learning rate. A preset's follows a lower learning_rate
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split
     eval_interval: Planned[PositiveInt] = None  # evaluate and save a checkpoint every so many steps
@@ -182,12 +182,12 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 
 def main():
     # ------------------------------------------------------------ configuration
+    processes = Processes()
     config, given = load(TrainConfig, __doc__, presets=True)
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
     last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
     if last == "minutes" and not config.minutes:
         raise UserError("--minutes=0: give it time, or --max_iters")
-    processes = Processes()
     run_directory = RunDirectory(Path(config.out_dir), processes)
     source, state = None, {}  # the checkpoint to start from; what else a resumed run needs
     if not config.eval_only:  # what is given overrides the settings of a resumed run
@@ -211,6 +211,9 @@ def main():
     elif not state or last == "max_iters":
         config.minutes = 0.0  # the steps set the length
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
+    if config.min_lr > config.learning_rate:
+        rates = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
+        raise UserError(f"{rates}: give a lower --min_lr")
     if config.warmup_iters > config.max_iters:
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
 

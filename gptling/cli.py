@@ -4,6 +4,7 @@ A field `top_k: int = 200  # help` is the flag `--top_k=200`, and `resume: bool`
 `--no-resume` or `--resume=True`. A preset is a flat TOML file: defaults < presets < flags."""
 
 import gc
+import math
 import os
 import re
 import signal
@@ -99,7 +100,8 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     the last one first. presets: the words before the first flag are. Raises UserError."""
     words, hints = sys.argv[1:] if argv is None else argv, get_type_hints(cls)
     names = list(takewhile(lambda word: word[:1] != "-", words)) if presets else []
-    flags = [*chain.from_iterable(map(read_preset, names)), *words[len(names) :]]
+    settings = list(chain.from_iterable(read_preset(name).items() for name in names))
+    flags = [*(f"--{key}={value}" for key, value in settings), *words[len(names) :]]
     parsed = [parse_flag(flag, hints) for flag in flags]
     config = tyro.cli(
         cls,
@@ -108,11 +110,24 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
         use_underscores=True,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
     )
+    flags = {name: getattr(config, name) for name, _ in parsed[len(settings) :] if name in hints}
+    vars(config).update(scaled_min_lr(dict(settings), flags))
     return config, {name: getattr(config, name) for name, _ in reversed(parsed) if name in hints}
 
 
-def read_preset(name: str) -> list[str]:
-    """Return the settings of a preset as flags. config/NAME.toml is found from any directory."""
+def scaled_min_lr(before: dict[str, Any], given: dict[str, Any]) -> dict[str, float]:
+    """Return min_lr in proportion, and print it, if a preset's or a run's learning rate is lowered
+    alone: its schedule would rise otherwise."""
+    old, rate = before.get("learning_rate", 0.0), given.get("learning_rate", math.inf)
+    if rate >= old or "min_lr" in given or "min_lr" not in before:
+        return {}
+    scaled = float(f"{before['min_lr'] * rate / old:.6g}")
+    print(f"min_lr: {before['min_lr']} -> {scaled}, in proportion to the learning rate")
+    return {"min_lr": scaled}
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """Return the settings of a preset. config/NAME.toml is found from any directory."""
     if not name.endswith(".toml"):
         hint = f"python prepare.py {name} reads a text and prints the next command"
         if Path("data", name).is_dir():
@@ -122,10 +137,9 @@ def read_preset(name: str) -> list[str]:
         raise UserError(f"{name} is no preset: {hint}")
     file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
     try:
-        settings = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
         raise UserError(f"{name} is no preset like config/gpt2.toml ({error})") from None
-    return [f"--{key}={value}" for key, value in settings.items()]
 
 
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:

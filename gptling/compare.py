@@ -156,7 +156,8 @@ def main():
     _lock = lock_directory(OUT)  # until this process ends
     sides = make_sides(config.patches, argv[end + 1 :], shlex.split(config.prepare))
     names = [side.name for side in sides]
-    n = int(execute(sys.executable, OUT / names[0] / "steps.py", *sides[0].flags))
+    said = execute(sys.executable, OUT / names[0] / "steps.py", *sides[0].flags)
+    n = int(said.splitlines()[-1])  # after what load prints
     steps = {name: [n] * config.seeds for name in names}
     seconds = set()
     left = ""

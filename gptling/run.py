@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from gptling.cli import scaled_min_lr
 from gptling.files import UserError, lock_directory, new_directory, read_json, replace
 from gptling.gpt2_format import save
 from gptling.muon import shard
@@ -112,6 +113,7 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
         if name in fixed:
             raise UserError(f"--{name}={value}: the run has {saved[name]}; give another --out_dir")
         print(f"{name}: {saved.get(name, 'not set')} -> {value}")
+    changes |= scaled_min_lr(saved, given)
     return type(config)(**vars(config) | saved | changes)
 
 

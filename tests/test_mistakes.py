@@ -76,6 +76,8 @@ MISTAKES = [
     ("train.py out/mine", "--out_dir=out/mine --resume"),
     ("train.py broken.toml", "broken.toml", "line 1"),
     ("train.py typo.toml", "--n_leyer", "perhaps you meant: --n_layer", 2),
+    ("train.py NEW --dataset=mine --learning_rate=1e-5", "--min_lr=0.001", "--learning_rate=1e-05"),
+    ("train.py NEW --dataset=mine --min_lr=1", "--min_lr=1.0", "--learning_rate=0.01"),
     ("train.py --max_iters=5 config/gpt2.toml", "config/gpt2.toml", 2),
     # ------------------------------------------------------------ training
     ("train.py --dataset=nix", "data/nix", "prepare.py", "--name=nix", "--dataset from", "mine"),
