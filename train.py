@@ -35,6 +35,7 @@ from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.loss import (
     check_finite,
+    check_mean,
     compare_with_cpu,
     evaluate,
     objective_and_parts,
@@ -230,6 +231,8 @@ def main():
         mine = {p for group in optimizer.param_groups for p in group["params"]}
         if names := [n for n in model.uninitialised if model.get_parameter(n) in mine]:
             print(f"not drawn by init_weights, for {type(optimizer).__name__}: {', '.join(names)}")
+    if not processes.sharded:
+        check_mean(model, data, config, processes)
     if device != "cpu" and not processes.sharded:
         compare_with_cpu(model, device)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")

@@ -54,17 +54,22 @@ def loss_in_pieces(to_logits, losses, x: torch.Tensor, targets: torch.Tensor) ->
     return torch.cat([losses(to_logits(x).flatten(0, 1), y.flatten()) for x, y in parts])
 
 
+def seeded_forward(model: torch.nn.Module, idx, targets, pieces=None) -> tuple:
+    """A model's objective and parts for a random seed, which it sets. pieces: loss_in_pieces."""
+    # A copy with the same parameters, because a forward pass may change buffers.
+    trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    trial.loss_in_pieces = pieces
+    torch.manual_seed(0)  # the same dropout
+    return objective_and_parts(trial(idx, targets))
+
+
 def loss_and_norms(model: torch.nn.Module, pieces=None) -> torch.Tensor:
     """The loss of at most eight tokens, and the norm of each parameter's gradient, on the model's
     device in float32. pieces: its loss_in_pieces. Sets the random seed."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     idx = torch.arange(min(8, model.config.block_size), device=parameters[0].device)[None]
     idx = idx % model.config.vocab_size
-    # A copy with the same parameters, because a forward pass may change buffers.
-    trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    trial.loss_in_pieces = pieces
-    torch.manual_seed(0)  # the same dropout
-    loss, _ = objective_and_parts(trial(idx, idx))
+    loss, _ = seeded_forward(model, idx, idx, pieces)
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     return torch.stack([loss.detach(), *(g.norm() for g in gradients)])
 
@@ -83,6 +88,20 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
     total = torch.cuda.mem_get_info()[1] if rows and torch.cuda.is_available() else 0
     fits = 16 * rows * model.config.vocab_size <= total
     model.loss_in_pieces = loss_in_pieces if fits else torch.compiler.disable(loss_in_pieces)
+
+
+@torch.no_grad()
+def check_mean(model: torch.nn.Module, data, config, processes):
+    """Print a line if the loss is not the mean over the targets that are not -100: sequences would
+    have other weights in other micro-batches. Losses with the targets of one sequence each have the
+    loss of all targets as their mean."""
+    batches = [data.batch(config, step, processes)[0] for step in range(4)]
+    idx = torch.stack([inputs[0, :256] for inputs, _ in batches])  # (4, T)
+    one = torch.eye(4, dtype=torch.bool, device=idx.device)
+    masked = [idx.where(row[:, None], -100) for row in one]
+    loss, *losses = (seeded_forward(model, idx, y)[1]["loss"] for y in (idx, *masked))
+    if not torch.allclose(torch.stack(losses).mean(), loss, rtol=5e-6):
+        print("the loss is no mean over the targets: mask them in train.py's loop, not in model.py")
 
 
 def compare_with_cpu(model: torch.nn.Module, device: str):

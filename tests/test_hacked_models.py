@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
-from gptling.loss import objective_and_parts, use_loss_in_pieces
+from gptling.loss import check_mean, objective_and_parts, use_loss_in_pieces
 from gptling.processes import recompute_activations
 from gptling.tokenizers import load_tokenizer
 from model import GPT
@@ -144,6 +145,8 @@ def test_training_and_evaluation_are_those_of_the_plain_code(name, capsys):
     plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
     assert set(plain[0]) == {"loss", *HACKS[name].terms}
     use_loss_in_pieces(model.train())
+    batches = [(torch.randint(97, (1, 16)), None)]
+    check_mean(model, SimpleNamespace(batch=lambda *_: batches), None, None)
     assert model.loss_in_pieces is not None and not capsys.readouterr().out
     torch.testing.assert_close(results(model, idx, targets), plain)
     recompute_activations(model)
@@ -376,6 +379,7 @@ def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     flags = [*TRAIN, *(f"--{field}={value}" for field, value in hack.sizes.items())]
     flags += ["--optimizer=lion"] * (name == "lion")
     said = run(hack.changes, "train", *flags)
+    assert "no mean" not in said
     assert ("gptling" in said) != hack.gpt2  # why its checkpoints are not GPT-2s
     assert ("init_weights, for AdamW: h.0.gate, h.1.gate\n" in said) == (name == "gate")
     out = tmp_path / "out"
@@ -408,6 +412,15 @@ def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, 
     assert term not in evaluation
     if name == "second head":
         assert steps[-1][term] < steps[0][term] - 0.05
+
+
+@pytest.mark.parametrize("mask", ["idx % 3 == 0", "torch.rand(idx.shape) < 0.1"])
+def test_targets_that_forward_masks_are_reported_at_the_start(mask, run):
+    """Those of a micro-batch would weigh more if it has fewer of them."""
+    line = f"        targets = targets.masked_fill(({mask}) & self.training, -100)\n"
+    forward = "        if self.loss_in_pieces is not None:\n"
+    said = run(((forward, line + forward),), "train", *TRAIN, "--dropout=0.2")
+    assert "the loss is no mean over the targets: mask them in train.py's loop" in said
 
 
 @SLOW
