@@ -21,7 +21,8 @@ from gptling.loss import objective_and_parts
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
 TOKENS_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
-MAX_EPOCHS, SHORT_TEXT_STEPS = 16, 600  # the larger of the two ends a run
+MAX_EPOCHS, SHORT_TEXT_STEPS = 16, 600  # the larger of the two ends a run,
+FINE_TUNING_EPOCHS, FINE_TUNING_STEPS = 6, 100  # or one of --init_from
 # The largest model has so many parameters per token of the text, or so many.
 PARAMETERS_PER_TOKEN, SHORT_TEXT_PARAMETERS = 25, 2_600_000
 DROPOUT_MEMORISATION = 35  # see Planner.fields_for
@@ -65,7 +66,10 @@ def saving_time(n_parameters: int) -> float:
 
 def most_steps(fields: dict, train_tokens: int) -> int:
     """Return after how many steps a run ends before it overfits."""
-    return max(SHORT_TEXT_STEPS, int(train_tokens * MAX_EPOCHS / tokens_per_step(fields)))
+    epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
+    if fields["init_from"] != "scratch":
+        epochs, steps = FINE_TUNING_EPOCHS, FINE_TUNING_STEPS
+    return max(steps, int(train_tokens * epochs / tokens_per_step(fields)))
 
 
 class Planner:
@@ -122,7 +126,8 @@ class Planner:
         block_size = 2 ** round(math.log2(max(64, tokens**0.6 / 72)))  # nearest power of two
         fields["block_size"] = min(1024, block_size, self.longest)
         fields["dropout"] = 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0
-        fields["weight_decay"] = round(min(0.8, 0.1 + memorisation / 800), 2)
+        decay = 0.1 if self.config.init_from != "scratch" else 0.1 + memorisation / 800
+        fields["weight_decay"] = round(min(0.8, decay), 2)
         fields |= {"batch_size": 1, "gradient_accumulation_steps": self.processes.world_size}
         fields |= self.fixed
         if "batch_size" not in self.fixed:
