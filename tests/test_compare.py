@@ -153,6 +153,19 @@ def test_a_patch_brings_flags_and_tokens_of_its_own(run_compare):
         assert f"{side}: {16 * vectors:,} parameters, 20 steps, " in printed.out
 
 
+def test_patches_apply_in_a_clone_that_asks_for_windows_line_ends(tmp_path, monkeypatch):
+    copy_edited(tmp_path, [".gitattributes", "model.py", "docs/experiments"], ())
+    patch = Path("docs/experiments/rope.patch")
+    monkeypatch.chdir(tmp_path)
+    for words in ("init --quiet", "config core.autocrlf true", "add --all"):
+        git(*words.split())
+    for file in (Path("model.py"), patch):
+        file.unlink()  # to be written as a clone writes it
+    git("checkout", "--", ".")
+    git("apply", "--cached", patch)
+    git("apply", patch)
+
+
 def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
     own = "config/shakespeare_char_cpu.toml"  # each side has its own; others are where they are
     edit(own, "n_layer = 4", "n_layer = 3")
