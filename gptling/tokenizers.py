@@ -45,8 +45,8 @@ def _pre_tokenizer(pattern):
 
 def _to_tiktoken(name, pattern, stored):
     added = stored.get_added_tokens_decoder()
-    if not all(token.special for token in added.values()):
-        raise ValueError(f"tokens added that are not special: {added}")
+    if plain := [token.content for token in added.values() if not token.special]:
+        raise ValueError(f"{len(plain)} added tokens are not special: {plain[:3]}")
     special = {token.content: id for id, token in added.items()}
     vocab = stored.get_vocab(with_added_tokens=False).items()
     letters = {token.translate(LETTER_TO_BYTE): id for token, id in vocab if token not in special}
@@ -185,9 +185,11 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     as GPT-2's. Raises UserError if it is missing or if tiktoken would give other ids."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
-        raise UserError(f"{directory}: no tokenizer.json, which save_pretrained() makes")
+        raise UserError(f"{directory}: no tokenizer.json: AutoTokenizer of transformers saves it")
     try:
         stored = Tokenizer.from_file(str(file))
+        stored.no_truncation()  # of a fine-tuning, which would cut the probe
+        stored.no_padding()
         words = json.loads(stored.pre_tokenizer.__getstate__())
         # GPT-2's published file has a ByteLevel alone, which implies the pattern.
         split = words.get("pretokenizers", [words])[0].get("pattern", {"Regex": GPT2_PATTERN})

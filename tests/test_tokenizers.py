@@ -185,10 +185,18 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 SPLIT |= {"pattern": {"Regex": kinds.GPT2_PATTERN}}
 PAD = {"SpecialToken": {"id": "<pad>", "type_id": 0}}
 
+TRUNCATION = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+PADDING = {"strategy": {"Fixed": 4096}, "direction": "Left", "pad_to_multiple_of": None}
+PADDING |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "<pad>"}
+
 
 def sequence(*parts, use_regex=False):
     parts = [*parts, BYTE_LEVEL | {"use_regex": use_regex}]
     return {"type": "Sequence", "pretokenizers": parts}
+
+
+def plain(token, id):
+    return token | {"special": False, "id": id, "content": f"<{id}>"}
 
 
 def template(*parts):
@@ -211,6 +219,8 @@ def changed(key, value):
         ("added_tokens", lambda tokens: [token | {"normalized": True} for token in tokens]),
         ("post_processor", BYTE_LEVEL | {"add_prefix_space": True}),  # GPT-2's: of offsets
         ("post_processor", template()),  # transformers writes it
+        ("truncation", TRUNCATION),  # of a fine-tuning
+        ("padding", PADDING),
         ("pre_tokenizer", BYTE_LEVEL),
         ("pre_tokenizer", sequence(SPLIT | {"behavior": "Removed", "invert": True})),
     ],
@@ -219,6 +229,8 @@ def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path, key, value):
     tokenizer = load_tokenizer(store(tmp_path, changed(key, value)))
     assert (tokenizer.n_vocab, tokenizer._special_tokens) == (1001, {END_OF_TEXT: 0, "<pad>": 1})
     other = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    other.no_truncation()
+    other.no_padding()
     for text in TEXTS[:20]:
         assert tokenizer.encode_ordinary(text) == other.encode(text).ids
 
@@ -238,9 +250,10 @@ def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path, key, value):
         ("model", lambda model: model | {"dropout": 0.5}),
         ("model", lambda model: model | {"merges": model["merges"][::-1]}),
         ("model", lambda model: model | {"vocab": {"a": 0}}),
-        ("added_tokens", lambda tokens: [token | {"special": False} for token in tokens]),
+        ("added_tokens", lambda tokens: [plain(tokens[0], i) for i in range(2000, 2500)]),
     ],
 )
 def test_what_tiktoken_does_not_do_is_refused(tmp_path, key, value):
-    with pytest.raises(UserError, match=r"tokenizer\.json: .*tiktoken"):
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*tiktoken") as raised:
         load_tokenizer(store(tmp_path, changed(key, value)))
+    assert len(str(raised.value)) < 400
