@@ -121,7 +121,8 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
         tensors, metadata = published_tensors(model), {"check": json.dumps(means(logits).tolist())}
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
     tensors = {f"transformer.{n}": tensor.cpu().contiguous() for n, tensor in tensors.items()}
-    save_file(tensors, Path(directory, "model.safetensors"), metadata)
+    weights = Path(directory, "model.safetensors")
+    save_file(tensors, weights, metadata)
 
     # What config.json does not say has transformers' default: 0.1, and 50256 for end-of-text.
     special = json.loads(tokenizer_json)["added_tokens"] if tokenizer_json else []
@@ -131,6 +132,7 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     config |= {HF_NAMES.get(name, name): value for name, value in sizes.items()}
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     Path(directory, "config.json").write_text(json.dumps(config, indent=2))
+    weights.chmod(Path(directory, "config.json").stat().st_mode)  # the umask's, not save_file's
     if tokenizer_json:
         names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
         values = dict.fromkeys(names, END_OF_TEXT) | {"model_max_length": sizes["block_size"]}

@@ -110,6 +110,12 @@ def test_a_full_disk_is_one_line_and_no_file_is_there_in_part(
     assert (tmp_path / "page.html").read_text() == "older"
 
 
+def test_every_file_has_the_permissions_that_the_umask_gives(trained):
+    """Others may read a model of a shared folder."""
+    modes = {path: path.stat().st_mode for path in trained.rglob("*.*") if path.is_file()}
+    assert set(modes.values()) == {modes[trained / "mine.txt"]}, modes
+
+
 def test_a_directory_is_locked_until_it_is_released_or_the_process_ends(tmp_path):
     code = "import gptling.files, pathlib, sys\nlock = gptling.files.lock_directory("
     code += "pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
