@@ -155,7 +155,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     model or the file has. Raises ValueError for other shapes or options and, unless allow_changed,
     for other logits."""
     stored = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
-    is_gpt2, config = stored["model_type"] != "gptling", stored_config(model_class, stored)
+    is_gpt2, config = stored.get("model_type") != "gptling", stored_config(model_class, stored)
     if other := {key: v for key, v in stored.items() if is_gpt2 and v != GPT2.get(key, v)}:
         raise ValueError(f"config.json has {other}, which model.py does not compute")
     with safe_open(Path(directory, "model.safetensors"), "pt") as file:

@@ -11,6 +11,8 @@ from gptling.files import UserError, read_json
 from gptling.run import best_checkpoint, check_files, list_checkpoints
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
+# A GPT-2 in shards or as .bin.
+CONVERT = "transformers makes that file: GPT2LMHeadModel.from_pretrained(DIR).save_pretrained(DIR)"
 
 
 def find_checkpoint(path: str | Path = "") -> Path:
@@ -48,8 +50,10 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
         raise UserError(f"{path}/model.safetensors is damaged ({error}): delete {path}") from None
     except (OSError, ValueError) as error:
         source = path / "model.py"  # in the checkpoints of train.py
-        made = f" (the code that made it: {source})" * source.is_file()
-        raise UserError(f"{path}: {error}{made}") from None
+        hint = f" (the code that made it: {source})" if source.is_file() else ""
+        if isinstance(error, FileNotFoundError) and not hint:
+            hint = f". {CONVERT}"
+        raise UserError(f"{path}: {error}{hint}") from None
 
 
 def build_model(model_class: type, config, data, source: Path | None):
@@ -73,7 +77,10 @@ def build_model(model_class: type, config, data, source: Path | None):
 def take_sizes(config, given: dict, model_class: type, source: Path) -> int:
     """Copy a checkpoint's sizes that no flag gives to train.py's configuration. Returns its
     block_size. Raises UserError for a size that it cannot have."""
-    stored = vars(gpt2_format.stored_config(model_class, read_json(source / "config.json")))
+    try:
+        stored = vars(gpt2_format.stored_config(model_class, read_json(source / "config.json")))
+    except ValueError as error:  # JSONDecodeError is one
+        raise UserError(f"{source}/config.json: {error}") from None
     for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
         setattr(config, name, stored[name])
     if config.eval_only and config.block_size is None:

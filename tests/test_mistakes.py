@@ -31,6 +31,7 @@ FILES = {
     "broken.toml": b"n_layer = = 3",
     "typo.toml": b"n_leyer = 3",
     "no_model/README.md": b"",
+    "hub/config.json": b"{}",
     "file": b"a file, no folder",
 }
 
@@ -107,6 +108,7 @@ MISTAKES = [
     ),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint"),
+    ("sample.py hub", "hub", "no tokenizer.json", "AutoTokenizer"),
     ("sample.py Hello", "Hello", '--prompt "Hello"'),
     ("in no_model: sample.py", "out/", "train.py"),
     ("sample.py out/mine --prompt=\udcff", r"'\udcff'", "U+DCFF"),  # a byte that is not UTF-8
@@ -188,6 +190,7 @@ class Evil:
 
 SAMPLE, RESUME = "sample.py out/mine", "train.py --out_dir=out/mine --resume --max_iters=30"
 TRAIN = f"train.py --dataset=mine {' '.join(TINY)} --out_dir=out/new"
+INIT = f"{TRAIN} --init_from=out/mine"
 DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "config.json", {"n_head": 3}, "n_head=3"),
     (SAMPLE, "config.json", {"model_type": "llama"}, "llama"),

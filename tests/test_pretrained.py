@@ -85,7 +85,14 @@ def test_we_read_a_directory_of_transformers(tmp_path, dtype, base_only):
     config = transformers.GPT2Config(vocab_size=28, n_positions=16, n_embd=32, n_layer=2, n_head=2)
     other = randomised(transformers.GPT2LMHeadModel(config)).to(dtype)
     (other.transformer if base_only else other).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    if base_only:
+        del config["model_type"]  # old ones have none
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert_close(load_model(GPT, tmp_path), other.float())
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(UserError, match=r"makes that file: GPT2LMHeadModel\.from_pretrained"):
+        load_model(GPT, tmp_path)
 
 
 def test_auto_tokenizer_gives_our_ids_and_text(tmp_path):
