@@ -25,7 +25,8 @@ PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
-BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+BOOLEANS = dict.fromkeys(("true", "on", "yes", "1"), True)
+BOOLEANS |= dict.fromkeys(("false", "off", "no", "0"), False)
 
 
 def mentions(error: Exception, pattern: str) -> bool:
@@ -101,7 +102,11 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     words, hints = sys.argv[1:] if argv is None else argv, get_type_hints(cls)
     names = list(takewhile(lambda word: word[:1] != "-", words)) if presets else []
     settings = list(chain.from_iterable(read_preset(name).items() for name in names))
-    flags = [*(f"--{key}={value}" for key, value in settings), *words[len(names) :]]
+    flags = [f"--{key}={value}" for key, value in settings]
+    for word in words[len(names) :]:
+        if word.lower() in BOOLEANS and re.match("--[^=]+$", "".join(flags[-1:])):
+            word = f"{flags.pop()}={word}"
+        flags.append(word)
     parsed = [parse_flag(flag, hints) for flag in flags]
     config = tyro.cli(
         cls,

@@ -60,6 +60,8 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
         ("--loud=true --curves=FALSE", {"loud": True, "curves": False}),
         ("--no-loud=false --no_curves=true", {"loud": True, "curves": False}),
         ("--loud=yes --curves=off --mode=false", {"loud": True, "curves": False, "mode": False}),
+        ("--loud true --curves FALSE --mode 0", {"loud": True, "curves": False, "mode": False}),
+        ("--loud=1 --name on --width 1", {"loud": True, "name": "on", "width": 1}),
         ("--mode True", {"mode": True}),
         ("--mode auto --no_curves", {"mode": "auto", "curves": False}),
         ("--stop=a --stop b", {"stop": ("a", "b")}),

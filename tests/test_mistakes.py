@@ -73,6 +73,7 @@ MISTAKES = [
     ("train.py --dataset=a.txt", "python prepare.py a.txt"),
     ("train.py --lr=1e-3", "--lr", "--learning_rate"),
     ("train.py --curves=maybe", "maybe", 2),
+    ("train.py --curves maybe", "maybe", 2),
     ("train.py --curves=", "options", 2),
     ("train.py out/mine", "--out_dir=out/mine --resume"),
     ("train.py broken.toml", "broken.toml", "line 1"),
