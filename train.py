@@ -30,7 +30,7 @@ import torch
 from torch.utils._triton import has_triton
 from tyro.conf import Suppress
 
-from gptling.cli import Empty, Planned, PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import Empty, Planned, PositiveInt, Share, UserError, check_numbers, load, run
 from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.loss import (
@@ -58,7 +58,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     n_layer: Planned[PositiveInt] = None  # number of transformer blocks
     n_head: Planned[PositiveInt] = None  # attention heads per block
     n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
-    dropout: Planned[float] = None  # share of activations set to 0 in training
+    dropout: Planned[Share] = None  # share of activations set to 0 in training
     bias: bool = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: Suppress[int] = 1  # the tokenizer's
     vocab_multiple: PositiveInt = 1  # round the vocabulary size up to a multiple. 128 suits GPUs
@@ -80,15 +80,15 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in the blocks. AdamW for the rest
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
     muon_lr: Planned[float] = None  # Muon's peak learning rate. It follows the same schedule
-    muon_momentum: float = 0.9  # Muon's momentum. Shorter runs prefer a lower value
+    muon_momentum: Share = 0.9  # Muon's momentum. Shorter runs prefer a lower value
     weight_decay: Planned[float] = None  # for matrices. Biases and LayerNorms do not decay
-    beta1: float = 0.9  # AdamW: decay rate of the moving average of gradients
-    beta2: float = 0.99  # AdamW: decay rate of the moving average of squared gradients
+    beta1: Share = 0.9  # AdamW: decay rate of the moving average of gradients
+    beta2: Share = 0.99  # AdamW: decay rate of the moving average of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this. 0 disables clipping
     # schedule
     schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate decays
     warmup_iters: Planned[int] = None  # steps of linear warm-up
-    hold: float = 0.0  # linear: fraction of the steps after warm-up before the decay starts
+    hold: Share = 0.0  # linear: fraction of the steps after warm-up before the decay starts
     min_lr: Planned[float] = None  # final learning rate. A preset's follows a lower learning_rate
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split
