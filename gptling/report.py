@@ -93,7 +93,8 @@ class Report:
         if self.curves and find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            self.writer = self.writer or SummaryWriter(out_dir / "tensorboard", purge_step=step)
+            purge = {"purge_step": self.clock.first_step + 1}  # what a killed session has left
+            self.writer = self.writer or SummaryWriter(out_dir / "tensorboard", **purge)
             for name in entry.keys() - {"step", "parameters"}:
                 self.writer.add_scalar(name, entry[name], step)
             self.writer.flush()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 import time
 from types import SimpleNamespace
@@ -65,8 +66,10 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here, monkeypatch):
 
     flags = ["--dataset=mine", *TINY, "--curves=True", "--optimizer=muon", "--log_interval=5"]
     output_of("train.py", *flags, cwd=here)
-    output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=30", cwd=here)
     run = here / "out" / "mine"
+    shutil.rmtree(run / "checkpoint-20")  # as if it had been killed before
+    resume = ["--out_dir=out/mine", "--resume", "--max_iters=30", "--log_interval=10"]
+    output_of("train.py", *resume, cwd=here)
     log, events = read_log(run), EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     names = "loss val_loss bits_per_byte val_tokens lr muon_lr norm tokens_per_s ms seconds"
@@ -76,7 +79,7 @@ def test_tensorboard_and_a_picture_show_what_the_log_says(here, monkeypatch):
         expected = [(entry["step"], entry[name]) for entry in log if name in entry]
         np.testing.assert_allclose(shown, expected, rtol=1e-6)
     seconds = [entry["seconds"] for entry in log]  # since the start, over both sessions
-    assert len(seconds) == 6 + 3 and seconds == sorted(seconds) and 0 < seconds[0] < 60
+    assert len(seconds) == 3 + 4 and seconds == sorted(seconds) and 0 < seconds[0] < 60
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     titles = []
     monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda axes, title: titles.append(title))
