@@ -79,7 +79,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     gradient_accumulation_steps: Planned[PositiveInt] = None  # micro-batches per step, in total
     optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in the blocks. AdamW for the rest
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
-    muon_lr: Planned[float] = None  # Muon's peak learning rate. It follows the same schedule
+    muon_lr: Planned[float] = None  # Muon's peak rate in Keller Jordan's convention. Same schedule
     muon_momentum: Share = 0.9  # Muon's momentum. Shorter runs prefer a lower value
     weight_decay: Planned[float] = None  # for matrices. Biases and LayerNorms do not decay
     beta1: Share = 0.9  # AdamW: decay rate of the moving average of gradients

@@ -116,15 +116,17 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
         use_underscores=True,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
     )
-    flags = {name: getattr(config, name) for name, _ in parsed[len(settings) :] if name in hints}
-    vars(config).update(scaled_min_lr(dict(settings), flags))
+    flags = [name for name, _ in parsed[len(settings) :]]
+    by_flag = {name: getattr(config, name) for name in flags if name in hints}
+    vars(config).update(scaled_min_lr(dict(settings), by_flag))
     return config, {name: getattr(config, name) for name, _ in reversed(parsed) if name in hints}
 
 
 def scaled_min_lr(before: dict[str, Any], given: dict[str, Any]) -> dict[str, float]:
     """Return min_lr in proportion, and print it, if a preset's or a run's learning rate is lowered
     alone: its schedule would rise otherwise."""
-    old, rate = before.get("learning_rate", 0.0), given.get("learning_rate", math.inf)
+    old = before.get("learning_rate", 0.0)
+    rate = given.get("learning_rate", math.inf)
     if rate >= old or "min_lr" in given or "min_lr" not in before:
         return {}
     scaled = float(f"{before['min_lr'] * rate / old:.6g}")

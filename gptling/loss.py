@@ -101,7 +101,7 @@ def check_mean(model: torch.nn.Module, data, config, processes):
     masked = [idx.where(row[:, None], -100) for row in one]
     loss, *losses = (seeded_forward(model, idx, y)[1]["loss"] for y in (idx, *masked))
     if not torch.allclose(torch.stack(losses).mean(), loss, rtol=5e-6):
-        print("the loss is no mean over the targets: mask them in train.py's loop, not in model.py")
+        print("the loss is not a mean over its targets: mask targets in train.py's loop")
 
 
 def compare_with_cpu(model: torch.nn.Module, device: str):
