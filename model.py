@@ -83,6 +83,7 @@ class MultiHeadAttention(nn.Module):
         self.causal, self.dropout = causal, dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
         self.c_attn.weight.matrices = [d_out, d_out, d_out]  # three matrices stacked, for Muon
+        # copy.deepcopy, AveragedModel and load_state_dict(assign=True) lose it: set it again.
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
         mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)

@@ -18,7 +18,8 @@ WIDE = 256  # n_embd from which bfloat16 and oneDNN pay: narrower models stay in
 def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
     """Return a copy of the model for `generate` that is fast on its device and in its dtype. If the
     copy fails or gives other logits: the model itself, with a line on standard error. They share
-    tensors. rows: of the batch to come. On CUDA the copy writes one batch at a time."""
+    tensors, but the copy need not follow later updates of the model: make another one. rows: of the
+    batch to come. On CUDA the copy writes one batch at a time."""
     weight = next(model.parameters())
     if compile and weight.is_cpu and weight.dtype == torch.float32 and model.config.n_embd >= WIDE:
         print("--compile: no help on a CPU for wide models in float32", file=sys.stderr)
