@@ -126,7 +126,7 @@ class Planner:
         block_size = 2 ** round(math.log2(max(64, tokens**0.6 / 72)))  # nearest power of two
         fields["block_size"] = min(1024, block_size, self.longest)
         fields["dropout"] = 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0
-        decay = 0.1 if self.config.init_from != "scratch" else 0.1 + memorisation / 800
+        decay = 0.1 if self.config.init_from != "scratch" else 0.1 + memorisation / 1600
         fields["weight_decay"] = round(min(0.8, decay), 2)
         fields |= {"batch_size": 1, "gradient_accumulation_steps": self.processes.world_size}
         fields |= self.fixed

@@ -420,7 +420,7 @@ def test_targets_that_forward_masks_are_reported_at_the_start(mask, run):
     line = f"        targets = targets.masked_fill(({mask}) & self.training, -100)\n"
     forward = "        if self.loss_in_pieces is not None:\n"
     said = run(((forward, line + forward),), "train", *TRAIN, "--dropout=0.2")
-    assert "the loss is no mean over the targets: mask them in train.py's loop" in said
+    assert "the loss is not a mean over its targets: mask targets in train.py's loop" in said
 
 
 @SLOW
