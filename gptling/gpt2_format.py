@@ -120,7 +120,8 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     if reason:
         tensors, metadata = published_tensors(model), {"check": json.dumps(means(logits).tolist())}
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
-    tensors = {f"transformer.{n}": tensor.cpu().contiguous() for n, tensor in tensors.items()}
+    prefix = "transformer." if reason else ""  # a GPT-2's names were published without
+    tensors = {prefix + n: tensor.cpu().contiguous() for n, tensor in tensors.items()}
     weights = Path(directory, "model.safetensors")
     save_file(tensors, weights, metadata)
 
@@ -130,6 +131,7 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     sizes = {"dropout": 0.0} | asdict(model.config)
     config |= dict.fromkeys(("embd_pdrop", "attn_pdrop"), sizes["dropout"])
     config |= {HF_NAMES.get(name, name): value for name, value in sizes.items()}
+    config["n_ctx"] = sizes["block_size"]  # its second name in GPT-2, which mlx-lm needs
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     Path(directory, "config.json").write_text(json.dumps(config, indent=2))
     weights.chmod(Path(directory, "config.json").stat().st_mode)  # the umask's, not save_file's

@@ -145,6 +145,16 @@ def test_ctranslate2_goes_on_as_we_do(checkpoint, portable, tmp_path):
 
 
 @pytest.mark.slow
+def test_mlx_lm_goes_on_as_we_do(checkpoint):
+    needs("mlx_lm")
+    import mlx_lm
+
+    model, tokenizer = mlx_lm.load(str(checkpoint))
+    parts = mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=N)
+    assert [part.token for part in parts] == greedy(checkpoint)[1]
+
+
+@pytest.mark.slow
 def test_the_recipe_for_ctranslate2_prints_our_text(portable):
     directory, printed = portable
     assert greedy(directory)[2].startswith(PROMPT + printed[:-1]) and len(printed) == 21

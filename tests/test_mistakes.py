@@ -226,7 +226,7 @@ def test_a_damaged_file_is_named_and_runs_no_code(trained, tmp_path, command, na
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
     elif isinstance(change, float):
         weights = load_file(file)
-        save_file(weights | {"transformer.ln_f.weight": torch.full((16,), change)}, file)
+        save_file(weights | {"ln_f.weight": torch.full((16,), change)}, file)
     elif file.suffix == ".npy":
         np.save(file, np.array([change] * 50), allow_pickle=True)
     else:

@@ -58,7 +58,7 @@ def edit(directory, changes):
     config |= {name: value for name, value in changes.items() if "." not in name}
     (directory / "config.json").write_text(json.dumps(config))
     tensors = load_file(directory / "model.safetensors")
-    tensors |= {f"transformer.{name}": tensor for name, tensor in changes.items() if "." in name}
+    tensors |= {name: tensor for name, tensor in changes.items() if "." in name}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, directory / "model.safetensors")
 
