@@ -373,7 +373,7 @@ def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
     assert_equal(*ends)
 
 
-@pytest.mark.parametrize("value", [np.float64(0.5), deque([1]), Path("a"), lambda: 1], ids=repr)
+@pytest.mark.parametrize("value", [np.float64(0.5), deque([1]), Path("a"), print], ids=repr)
 def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(
     here, monkeypatch, train_here, value
 ):
