@@ -11,6 +11,7 @@ import signal
 import sys
 import tomllib
 from collections.abc import Callable
+from io import TextIOWrapper
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -48,6 +49,8 @@ def describe(error: Exception) -> str:
     known = UserError | ModuleNotFoundError | UnicodeError
     if isinstance(error, known) or getattr(error, "filename", None):
         return " ".join(str(error).split())
+    if mentions(error, "Could not determine home directory"):
+        return "a path begins with ~, but no home directory is known: set HOME, or write it out"
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
     if mentions(error, r"No space left|quota exceeded|File too large|requested and \d+ written"):
@@ -69,8 +72,12 @@ def run(main: Callable[[], int | None]):
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, hang_up)  # Windows has none, and nohup ignores it
+    sys.stdin = sys.stdin or open(os.devnull)  # pythonw has None, and who closes it
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
+        if isinstance(stream, TextIOWrapper):  # IDLE and notebooks have their own kind
+            stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
     try:
         code = main() or 0
     except KeyboardInterrupt:

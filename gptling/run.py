@@ -1,12 +1,12 @@
 """A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
 import hashlib
-import inspect
 import io
 import json
 import math
 import pickle
 import shutil
+import sys
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from pathlib import Path
@@ -147,8 +147,10 @@ class RunDirectory:
     def restore(self, config: Any, model, optimizers: list, scaler, state: dict[str, Any]):
         """Load the state of a resumed run's optimizers and GradScaler, and print which code is not
         the run's. An optimizer of another class starts without a state."""
-        files = [Path(inspect.getfile(type(settings))) for settings in (config, model.config)]
-        self.sources = [(file.name, file.read_bytes()) for file in files]
+        modules = [sys.modules[type(settings).__module__] for settings in (config, model.config)]
+        files = [Path(getattr(module, "__file__", "")) for module in modules]
+        # A script that Python reads from a pipe, or exec() runs, has no file.
+        self.sources = [(file.name, file.read_bytes()) for file in files if file.is_file()]
         self.code = {name: hashlib.sha256(text).hexdigest() for name, text in self.sources}
         self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]

@@ -1,5 +1,6 @@
 """Flags, presets, and how a script ends."""
 
+import io
 import os
 import re
 import signal
@@ -142,6 +143,26 @@ def test_a_reader_who_has_had_enough_ends_a_script_in_silence():
         assert process.stdout.read(2).decode() == "ü"
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 1
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()])
+def test_a_script_runs_without_a_terminals_streams(stream, monkeypatch, train_here):
+    """pythonw has none, and IDLE's and a notebook's have no encoding to set."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    with pytest.raises(SystemExit) as exit:
+        run(lambda: print(sys.stdin.readline(), file=sys.stderr))
+    assert exit.value.code == 0 and (stream is None or stream.getvalue() == "\n")
+
+
+@pytest.mark.slow
+def test_train_py_may_come_through_a_pipe(here):
+    command = [sys.executable, "-", "--dataset=mine", *TINY]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    script = (ROOT / "train.py").read_bytes()
+    subprocess.run(command, input=script, cwd=here, env=environment, check=True)
+    checkpoint = here / "out/mine/checkpoint-20"
+    assert (checkpoint / "model.py").is_file() and not (checkpoint / "train.py").exists()
 
 
 SAVES = """

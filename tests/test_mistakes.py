@@ -112,6 +112,7 @@ MISTAKES = [
     ),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint"),
+    ("sample.py ~nix/run", "~", "set HOME"),
     ("sample.py hub", "hub", "no tokenizer.json", "AutoTokenizer"),
     ("sample.py Hello", "Hello", '--prompt "Hello"'),
     ("in no_model: sample.py", "out/", "train.py"),
