@@ -104,8 +104,10 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable
             return [write_records(records, field, downloads)]
         if url.startswith(("http://", "https://")):
             return [download(url, downloads)]
-    except (OSError, HTTPException, ValueError, RuntimeError, TypeError) as error:
+    # datasets raises various errors, an IndexError for a name that is empty.
+    except (OSError, HTTPException, ValueError, RuntimeError, TypeError, IndexError) as error:
         hint = BY_HAND if url == SHAKESPEARE else ""
+        hint += ". Give hf:NAME:CONFIG:SPLIT" * name.startswith("hf:")
         raise UserError(f"{url}: {error}{hint}") from None
     return [Path(name)]
 

@@ -299,7 +299,8 @@ def test_a_wrong_part_of_a_hub_data_set_is_one_line(here, source, word):
     (here / "rows").mkdir()
     (here / "rows" / "a.txt").write_text(TEXT)
     source = f"hf:{here / 'rows'}{source}"
-    one_line(run_here("prepare.py", source, cwd=here), source, word)
+    for name, words in ((source, word), ("hf:", "hf:NAME:CONFIG:SPLIT")):
+        one_line(run_here("prepare.py", name, "--name=x", cwd=here), name, words)
 
 
 # ---------------------------------------------------------------- text that comes back
