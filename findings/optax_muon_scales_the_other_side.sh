@@ -9,7 +9,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet torch==2.13.0 numpy==2.4.6 optax==0.2.8 jax==0.10.2 keras==3.15.1
+"$work/venv/bin/pip" install --quiet --no-compile torch==2.13.0 numpy==2.4.6 optax==0.2.8 jax==0.10.2 keras==3.15.1
 cat > "$work/muon.py" <<'PYTHON'
 import keras
 import numpy as np

@@ -389,7 +389,8 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and config["minutes"] == 0.1
     steps, width, dropout = config["max_iters"], config["n_embd"], config["dropout"]
     plan = rf"plan for 0.1 min: 1 layers of {width}, \d+ steps, dropout {dropout:g}, "
-    plan += rf"weight_decay {config['weight_decay']:g},\n +learning_rate 0.01, muon_lr 0.04\n"
+    plan += rf"weight_decay {config['weight_decay']:g},\n +"
+    plan += rf"learning_rate {config['learning_rate']:.3g}, muon_lr 0.04\n"
     assert re.search(plan, output)
     assert (here / f"out/mine/checkpoint-{steps}").is_dir()
     assert f"step {steps}/{steps} | validation" in output
