@@ -119,8 +119,7 @@ FIXED = {"init_from", "optimizer", "seed", "vocab_multiple", "block_size", "bias
 
 # The values of planned fields in a run of --max_iters. Its rates follow from the width.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
-SMALL |= {"weight_decay": 0.1}
-SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1}
+SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1, "weight_decay": 0.1}
 SMALL |= {"max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
 
 

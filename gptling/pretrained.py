@@ -79,7 +79,7 @@ def take_sizes(config, given: dict, model_class: type, source: Path) -> int:
     block_size. Raises UserError for a size that it cannot have."""
     try:
         stored = vars(gpt2_format.stored_config(model_class, read_json(source / "config.json")))
-    except ValueError as error:  # JSONDecodeError is one
+    except ValueError as error:  # sizes that do not go together
         raise UserError(f"{source}/config.json: {error}") from None
     for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
         setattr(config, name, stored[name])

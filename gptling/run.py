@@ -138,10 +138,10 @@ class RunDirectory:
             raise UserError(f"{self.path} holds a run: {ways}")
         state = load_training_state(check_files(checkpoints[-1]))
         config = resumed_config(config, state["config"], given, fixed)
-        longer = config.resume and "minutes" in given
-        if state["progress"].step >= config.max_iters and not longer:
-            longer = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} more steps"
-            raise UserError(f"{self.path} has all its {config.max_iters} steps: {longer}")
+        more_time = config.resume and "minutes" in given
+        if state["progress"].step >= config.max_iters and not more_time:
+            ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} more steps"
+            raise UserError(f"{self.path} has all its {config.max_iters} steps: {ways}")
         return config, checkpoints[-1], state
 
     def restore(self, config: Any, model, optimizers: list, scaler, state: dict[str, Any]):
