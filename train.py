@@ -35,7 +35,7 @@ from gptling.dataset import Dataset, micro_batches
 from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
 from gptling.loss import (
     check_finite,
-    check_mean,
+    check_loss,
     compare_with_cpu,
     evaluate,
     objective_and_parts,
@@ -46,7 +46,7 @@ from gptling.plan import Clock, eval_part, extend, fill_in, plan_run
 from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, recompute_activations
 from gptling.report import Report, print_evaluation
-from gptling.run import Progress, RunDirectory
+from gptling.run import Progress, RunDirectory, check_optimizers
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
 
@@ -226,19 +226,21 @@ def main():
     if config.eval_only:
         metrics = evaluate(parallel, data, config.batch_size, processes, autocast)
         return print_evaluation(source, data, **metrics)
-    for optimizer in optimizers:
-        mine = {p for group in optimizer.param_groups for p in group["params"]}
-        if names := [n for n in model.uninitialised if model.get_parameter(n) in mine]:
-            print(f"not drawn by init_weights, for {type(optimizer).__name__}: {', '.join(names)}")
+    check_optimizers(model, optimizers)
     if not processes.sharded:
-        check_mean(model, data, config, processes)
+        check_loss(model, data, config, processes)
     if device != "cpu" and not processes.sharded:
         compare_with_cpu(model, device)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    run_directory.restore(config, model, optimizers, scaler, state)
+    # What changes while training, besides weights and optimizers. It is saved, and resumed: objects
+    # with state_dict() and load_state_dict(), of plain values and tensors.
+    stateful = {"scaler": scaler}
+    run_directory.restore(config, model, optimizers, stateful, state)
     progress = state.get("progress", Progress())
-    then, now = optimizers[0].param_groups[0]["lr"], learning_rate(progress.step - 1, config)
-    if state and then != now:
+    group = optimizers[0].param_groups[0]
+    then = group["lr"] / group.get("lr_scale", 1)
+    now = learning_rate(progress.step - 1, config)
+    if state and not math.isclose(then, now):
         print(f"the learning rate jumps from {then:.3g} to {now:.3g} at step {progress.step}")
     run_directory.start(config, progress.step)
     clock = Clock(config, data, model, progress, processes)
@@ -247,7 +249,7 @@ def main():
 
     def save(metrics):  # called by all processes: each gives its shards, the first one writes
         full_model = processes.full_model(model, GPT)
-        run_directory.save(metrics, model, full_model, optimizers, scaler, progress, config, data)
+        run_directory.save(metrics, model, full_model, optimizers, stateful, progress, config, data)
 
     processes.catch_signals()
     rank, world_size = processes.rank, processes.world_size

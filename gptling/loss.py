@@ -5,9 +5,15 @@ import copy
 import math
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from gptling.files import UserError
+
+NOT_CROSS_ENTROPY = (
+    "in eval mode the loss is not the cross-entropy of the logits: it cannot be compared with "
+    "another model's. Put what is of the training loss alone behind `if self.training:`"
+)
 
 
 class LossesInPieces(torch.autograd.Function):
@@ -54,13 +60,13 @@ def loss_in_pieces(to_logits, losses, x: torch.Tensor, targets: torch.Tensor) ->
     return torch.cat([losses(to_logits(x).flatten(0, 1), y.flatten()) for x, y in parts])
 
 
-def seeded_forward(model: torch.nn.Module, idx, targets, pieces=None) -> tuple:
-    """A model's objective and parts for a random seed, which it sets. pieces: loss_in_pieces."""
-    # A copy with the same parameters, because a forward pass may change buffers.
+def copy_of(model: torch.nn.Module, pieces=None) -> torch.nn.Module:
+    """A copy of a model with the same parameters, because a forward pass may change buffers. Sets
+    the random seed: the same dropout. pieces: its loss_in_pieces."""
     trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     trial.loss_in_pieces = pieces
-    torch.manual_seed(0)  # the same dropout
-    return objective_and_parts(trial(idx, targets))
+    torch.manual_seed(0)
+    return trial
 
 
 def loss_and_norms(model: torch.nn.Module, pieces=None) -> torch.Tensor:
@@ -69,7 +75,7 @@ def loss_and_norms(model: torch.nn.Module, pieces=None) -> torch.Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
     idx = torch.arange(min(8, model.config.block_size), device=parameters[0].device)[None]
     idx = idx % model.config.vocab_size
-    loss, _ = seeded_forward(model, idx, idx, pieces)
+    loss, _ = objective_and_parts(copy_of(model, pieces)(idx, idx))
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     return torch.stack([loss.detach(), *(g.norm() for g in gradients)])
 
@@ -91,17 +97,31 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
 
 
 @torch.no_grad()
-def check_mean(model: torch.nn.Module, data, config, processes):
-    """Print a line if the loss is not the mean over the targets that are not -100: sequences would
-    have other weights in other micro-batches. Losses with the targets of one sequence each have the
-    loss of all targets as their mean."""
+def is_cross_entropy(model: torch.nn.Module, idx, targets) -> bool:
+    """Whether a model's loss is the cross-entropy of its logits, by at most eight tokens of the
+    first sequence. Otherwise validation losses cannot be compared with another model's."""
+    idx, targets = idx[:1, :8], targets[:1, :8]
+    loss = model(idx, targets)[1]
+    logits = model(idx)[0].flatten(0, 1).float()
+    return torch.allclose(loss.float(), F.cross_entropy(logits, targets.flatten()), rtol=1e-4)
+
+
+@torch.no_grad()
+def check_loss(model: torch.nn.Module, data, config, processes):
+    """Print a warning if validation would not measure the cross-entropy of the logits, or if the
+    loss is not the mean over the targets that are not -100: sequences would have other weights in
+    other micro-batches. Losses with the targets of one sequence each have the loss of all targets
+    as their mean."""
     batches = [data.batch(config, step, processes)[0] for step in range(4)]
+    if not is_cross_entropy(copy_of(model).eval(), *batches[0]):
+        print(f"warning: {NOT_CROSS_ENTROPY}")
     idx = torch.stack([inputs[0, :256] for inputs, _ in batches])  # (4, T)
     one = torch.eye(4, dtype=torch.bool, device=idx.device)
     masked = [idx.where(row[:, None], -100) for row in one]
-    loss, *losses = (seeded_forward(model, idx, y)[1]["loss"] for y in (idx, *masked))
+    trials = [objective_and_parts(copy_of(model)(idx, y)) for y in (idx, *masked)]
+    loss, *losses = (parts["loss"] for _, parts in trials)
     if not torch.allclose(torch.stack(losses).mean(), loss, rtol=5e-6):
-        print("the loss is not a mean over its targets: mask targets in train.py's loop")
+        print("warning: the loss is not a mean over its targets: mask targets in train.py's loop")
 
 
 def compare_with_cpu(model: torch.nn.Module, device: str):
@@ -135,16 +155,23 @@ def check_finite(value: float, step: int, config):
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast) -> dict:
-    """Return the loss over data's validation sequences in nats per token and in bits per byte."""
+    """Return the loss over data's validation sequences in nats per token and in bits per byte, and
+    "is_cross_entropy": False if it is none."""
     sums = []  # of losses and of targets that count, on the device, which nothing waits for
+    different = {}
     model.eval()
     for idx, targets in data.validation_batches(batch_size, processes):
         with autocast:
+            if not sums and not is_cross_entropy(model, idx, targets):
+                different = {"is_cross_entropy": False}
             _, loss, *_ = model(idx, targets)  # a mean over the targets that count: not -100
         count = (targets != -100).sum()
         sums.append(torch.stack([loss * count, count]))
     model.train()
+    if hasattr(model, "reshard"):  # FSDP: or the next step would not see what is changed now
+        model.reshard()
     total, count = processes.sum(torch.stack(sums).cpu().double().sum(dim=0)).tolist()
     nats, bytes_per_token = total / max(1, count), max(1, data.val_bytes) / data.val_targets
     bits_per_byte = nats / math.log(2) / bytes_per_token
-    return {"val_loss": nats, "bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
+    metrics = {"val_loss": nats, "bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
+    return metrics | different

@@ -13,6 +13,7 @@ from gptling.cli import progress_bar
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
 from gptling.files import read_json
+from gptling.loss import NOT_CROSS_ENTROPY
 from gptling.run import best_checkpoint
 
 
@@ -117,9 +118,11 @@ class Report:
         elapsed, steps = now - self.last_time, step - self.step
         self.last_time, self.step = now, step
         seconds, speed = elapsed / steps, tokens_per_step(vars(self.config)) * steps / elapsed
-        rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
         numbers = {name: float(loss) for name, loss in losses.items()}
-        numbers |= dict(zip(("lr", "muon_lr"), rates, strict=False)) | {"norm": float(norm)}
+        for optimizer in optimizers:
+            name = "lr" if optimizer is optimizers[0] else f"{type(optimizer).__name__.lower()}_lr"
+            numbers[name] = optimizer.param_groups[0]["lr"]
+        numbers["norm"] = float(norm)
         if mfu := flops_utilisation(speed / self.processes.world_size, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
         columns = [f"{name} {number:<9.4g}" for name, number in numbers.items()]
@@ -150,6 +153,8 @@ class Report:
         share = metrics["val_tokens"] / self.clock.all_tokens
         part = f" on {100 * share:.2g} %:" * (share < 1)
         bits = f"{metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
+        if "is_cross_entropy" in metrics:
+            bits += ", but not the cross-entropy of the logits"
         self.say(f"validation{part} {metrics['val_loss']:.3f} nats per token, {bits}")
 
     def sample(self, model, data, seed: int):
@@ -162,6 +167,8 @@ class Report:
         tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
         text = " ".join(decode(ids).split()) + " | " + decode([token.item() for token in tokens])
         model.train()
+        if hasattr(model, "reshard"):  # see evaluate
+            model.reshard()
         torch.use_deterministic_algorithms(self.config.deterministic)
         for line in [line for line in text.splitlines() if line.strip()][:2]:
             self.say(line.rstrip()[:80])
@@ -210,8 +217,12 @@ class Report:
         return f"It has seen {text} {epochs:.2g} times. {hint}"
 
 
-def print_evaluation(name, data, val_loss: float, bits_per_byte: float, val_tokens: int):
+def print_evaluation(
+    name, data, val_loss: float, bits_per_byte: float, val_tokens: int, is_cross_entropy=True
+):
     """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
     losses = f"{val_loss:.4f} nats per token, perplexity {math.exp(val_loss):,.4f}"
     tokens = f"{val_tokens:,} tokens of {data.directory / 'val.npy'}"
     print(f"{losses}, {bits_per_byte:.4f} bits per byte: {name}, over {tokens}")
+    if not is_cross_entropy:
+        print(f"warning: {NOT_CROSS_ENTROPY}")

@@ -5,10 +5,12 @@ import io
 import json
 import math
 import pickle
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ from gptling.files import UserError, lock_directory, new_directory, read_json, r
 from gptling.gpt2_format import save
 from gptling.muon import shard
 
-FORMAT = 5  # of training_state.pt
+FORMAT = 6  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "out_dir"}
 START_FLAGS |= {"allow_changed_model", "vocab_size"}
+NOT_TRAINED = (
+    "warning: the weights in this checkpoint are not those of the last step, but a resumed run "
+    "would train them. Swap averaged weights in after save(), or back before it"
+)
 print_once = cache(print)
 
 
@@ -86,19 +92,33 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def refused_part(value: Any, name: str) -> str:
-    """Return the name and value of a part that load_training_state would refuse, or ""."""
-    file, parts = io.BytesIO(), {}
+def check_loadable(state: dict[str, Any]):
+    """Raise UserError for a training state that torch.load would refuse."""
+    file = io.BytesIO()
+    torch.save(tree_map_only(torch.Tensor, lambda _: 0, state), file)
+    file.seek(0)
     try:
-        torch.save(tree_map_only(torch.Tensor, lambda _: 0, value), file)
-        file.seek(0)
         torch.load(file, weights_only=True)
-        return ""
-    except (pickle.PickleError, AttributeError, TypeError):
-        if type(value) in (dict, list, tuple):
-            parts = value if type(value) is dict else dict(enumerate(value))
-        found = (refused_part(part, f"{name}[{key!r}]") for key, part in parts.items())
-        return next(filter(None, found), f"{name} = {value!r:.60}")
+    except pickle.UnpicklingError as error:
+        culprit = re.search(r"GLOBAL (\S+)|$", str(error))[1] or error
+        remedy = "use numbers, strings, lists, dicts and tensors alone"
+        raise UserError(f"no run could resume with a {culprit} in its state: {remedy}") from None
+
+
+def check_optimizers(model, optimizers: list):
+    """Print which trained parameters init_weights has not drawn. Raises UserError unless each
+    trained parameter is in one optimizer."""
+    owners = {p: [] for p in model.parameters()}
+    for optimizer in optimizers:
+        for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            owners.setdefault(p, []).append(type(optimizer).__name__)
+    for name, p in model.named_parameters():
+        if p.requires_grad and len(owners[p]) != 1:
+            error = f"{name} is in {len(owners[p])} optimizers {owners[p]}"
+            raise UserError(f"{error}: configure_optimizers has to give it to one")
+    found = ((name, owners[model.get_parameter(name)]) for name in model.uninitialised)
+    if found := [f"{name} ({', '.join(mine)})" for name, mine in found if mine]:
+        print(f"not drawn by init_weights: {', '.join(found)}")
 
 
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
@@ -144,9 +164,9 @@ class RunDirectory:
             raise UserError(f"{self.path} has all its {config.max_iters} steps: {ways}")
         return config, checkpoints[-1], state
 
-    def restore(self, config: Any, model, optimizers: list, scaler, state: dict[str, Any]):
-        """Load the state of a resumed run's optimizers and GradScaler, and print which code is not
-        the run's. An optimizer of another class starts without a state."""
+    def restore(self, config: Any, model, optimizers: list, stateful: dict, state: dict[str, Any]):
+        """Load the state of a resumed run's optimizers and of what is in `stateful`, and print
+        which code is not the run's. What has another class or is new starts without a state."""
         modules = [sys.modules[type(settings).__module__] for settings in (config, model.config)]
         files = [Path(getattr(module, "__file__", "")) for module in modules]
         # A script that Python reads from a pipe, or exec() runs, has no file.
@@ -154,6 +174,9 @@ class RunDirectory:
         self.code = {name: hashlib.sha256(text).hexdigest() for name, text in self.sources}
         self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
+        self.trained = None  # sums of weights after the last step
+        if optimizers:
+            optimizers[0].register_step_post_hook(self.remember)
         if not state:
             return
         if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
@@ -162,7 +185,17 @@ class RunDirectory:
         for optimizer, name, its_state, settings in zip(optimizers, *saved, strict=False):
             if name == type(optimizer).__name__:
                 load_state(optimizer, model, its_state, *settings)
-        scaler.load_state_dict(state["scaler"] or scaler.state_dict())  # empty: another dtype
+        for name, thing in stateful.items():
+            now, before = thing.state_dict(), state["stateful"].get(name)
+            if before is None:
+                print(f"{name}: not in that checkpoint, begins here")
+            elif before:  # a GradScaler's is empty for another dtype
+                thing.load_state_dict({k: like(value, now.get(k)) for k, value in before.items()})
+
+    def remember(self, optimizer, *_):
+        """Keep what the weights are after a step, to notice if others are saved."""
+        weights = optimizer.param_groups[0]["params"]
+        self.trained = weights, [local(weight).sum() for weight in weights]
 
     def start(self, config: Any, step: int):
         """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
@@ -203,21 +236,24 @@ class RunDirectory:
                 text += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
         replace(self.path / "config.toml", text.encode())
 
-    def save(self, metrics, model, full_model, optimizers, scaler, progress, config, data):
+    def save(self, metrics, model, full_model, optimizers, stateful, progress, config, data):
         """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
         All processes call it and the first one writes."""
         if not (self.processes.is_main or self.processes.sharded):
             return
+        mine = set(model.parameters())
+        for weight, trained in zip(*self.trained or ((), ()), strict=True):
+            if weight not in mine or not torch.equal(local(weight).sum(), trained):
+                print_once(NOT_TRAINED)
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
-        state |= {"data": data.fingerprint, "code": self.code, "scaler": scaler.state_dict()}
+        state |= {"data": data.fingerprint, "code": self.code}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
+        state["stateful"] = {name: whole(thing.state_dict()) for name, thing in stateful.items()}
         now = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
         if not self.processes.is_main:
             return
-        if part := refused_part(state, "state"):
-            remedy = "use numbers, strings, lists, dicts and tensors alone"
-            raise UserError(f"no run could resume with {part}: {remedy}")
+        check_loadable(state)
         with new_directory(self.path / f"checkpoint-{metrics['step']}") as new:
             reason = save(full_model, new, data.tokenizer_json)
             with (new / "training_state.pt").open("wb") as file:
@@ -234,22 +270,45 @@ class RunDirectory:
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")))
 
 
-def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
-    """Return {name of a parameter: its state}, unsharded, on the CPU. All processes call it."""
+def local(weight: torch.Tensor) -> torch.Tensor:
+    """This process's part of a weight, without a gradient."""
+    weight = weight.detach()
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
-    def whole(tensor):
+
+def whole(state: Any) -> Any:
+    """The state with its tensors unsharded, on the CPU. All processes call it."""
+
+    def full(tensor):
         return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
-    states = {n: optimizer.state[p] for n, p in model.named_parameters() if p in optimizer.state}
-    return tree_map_only(torch.Tensor, whole, states)
+    return tree_map_only(torch.Tensor, full, state)
+
+
+def like(value: Any, now: Any) -> Any:
+    """A saved value as the present one is: a tensor on its device, and sharded as that is."""
+    tensors = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+    return shard(value, now) if tensors else value
+
+
+def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
+    """Return {name of a parameter: its state}, unsharded, on the CPU. All processes call it."""
+    parameters = model.named_parameters()
+    return whole({name: optimizer.state[p] for name, p in parameters if p in optimizer.state})
 
 
 def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state, first, last):
     """Load what full_state returned, in its dtypes: Optimizer.load_state_dict would cast it. And
-    the settings that training had changed from `first` to `last`."""
+    the settings that training had changed from `first` to `last`, but for those that the flags or
+    the code set to another value now."""
     for name, parameter in model.named_parameters():
         if name in state:
             place = partial(shard, like=parameter)
             optimizer.state[parameter] = tree_map_only(torch.Tensor, place, state[name])
     for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
-        group |= {k: v for k, v in after.items() if v != before.get(k)}
+        for name, value in after.items():
+            if name == "lr":
+                group["lr"] = value
+            elif value != before.get(name) and group.get(name) == before.get(name):
+                print(f"{name}: {group.get(name)} -> {value}, as training had changed it")
+                group[name] = value

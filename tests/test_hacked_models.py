@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
-from gptling.loss import check_mean, objective_and_parts, use_loss_in_pieces
+from gptling.loss import check_loss, objective_and_parts, use_loss_in_pieces
 from gptling.processes import recompute_activations
+from gptling.run import load_training_state, print_once
 from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests import try_model
@@ -145,8 +146,8 @@ def test_training_and_evaluation_are_those_of_the_plain_code(name, capsys):
     plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
     assert set(plain[0]) == {"loss", *HACKS[name].terms}
     use_loss_in_pieces(model.train())
-    batches = [(torch.randint(97, (1, 16)), None)]
-    check_mean(model, SimpleNamespace(batch=lambda *_: batches), None, None)
+    batches = [2 * (torch.randint(97, (1, 16)),)]
+    check_loss(model, SimpleNamespace(batch=lambda *_: batches), None, None)
     assert model.loss_in_pieces is not None and not capsys.readouterr().out
     torch.testing.assert_close(results(model, idx, targets), plain)
     recompute_activations(model)
@@ -381,7 +382,7 @@ def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     said = run(hack.changes, "train", *flags)
     assert "no mean" not in said
     assert ("gptling" in said) != hack.gpt2  # why its checkpoints are not GPT-2s
-    assert ("init_weights, for AdamW: h.0.gate, h.1.gate\n" in said) == (name == "gate")
+    assert ("init_weights: h.0.gate (AdamW), h.1.gate (AdamW)\n" in said) == (name == "gate")
     out = tmp_path / "out"
     shutil.copytree(out / "mine" / "checkpoint-4", out / "again" / "checkpoint-4")
     run(hack.changes, "train", "--out_dir=out/again", "--resume")
@@ -421,6 +422,95 @@ def test_targets_that_forward_masks_are_reported_at_the_start(mask, run):
     forward = "        if self.loss_in_pieces is not None:\n"
     said = run(((forward, line + forward),), "train", *TRAIN, "--dropout=0.2")
     assert "the loss is not a mean over its targets: mask targets in train.py's loop" in said
+
+
+FOCAL = ("        return F.cross_entropy(logits, targets, ignore_index=-100, reduction=\"none\")",
+         "        ce = F.cross_entropy(logits, targets, ignore_index=-100, reduction=\"none\")\n"
+         "        return (1 - (-ce).exp()) ** 2 * ce")  # fmt: skip
+TERM = LOSS, LOSS.replace(".clamp(min=1)", ".clamp(min=1) + 1e-3 * x.square().mean()")
+UNGUARDED = {"focal loss": FOCAL, "term": TERM}
+
+
+@pytest.mark.parametrize("name", UNGUARDED)
+def test_a_validation_loss_that_is_no_cross_entropy_is_reported(name, run, tmp_path):
+    """At the start, at each evaluation, in the log, and by --eval_only."""
+    said = run((UNGUARDED[name],), "train", *TRAIN)
+    warning = "warning: in eval mode the loss is not the cross-entropy of the logits"
+    assert said.count(warning) == 1
+    assert said.count("bits per byte (best), but not the cross-entropy of the logits") == 2
+    evaluated = [e for e in read_log(tmp_path / "out" / "mine") if "val_loss" in e]
+    assert [e["is_cross_entropy"] for e in evaluated] == [False, False]
+    flags = "--dataset=mine", "--eval_only", "--init_from=out/mine"
+    assert warning in run((UNGUARDED[name],), "train", *flags)
+
+
+LOOP = "        batch = data.batch(config, step, processes)"
+EVALUATE = '            metrics = {"step": done} | evaluate(*validation)\n'
+STATE = '    stateful = {"scaler": scaler}\n'
+SET_UP = "    processes.catch_signals()\n"
+DONE = "        progress.step = done\n"
+AVERAGE = "    average = torch.optim.swa_utils.AveragedModel(model)\n"
+UPDATE = DONE + "        average.update_parameters(model)\n"
+SWAP = ("            for mine, its in zip(model.parameters(), average.module.parameters()):\n"
+        "                now = mine.detach().clone()\n"
+        "                mine.data.copy_(its)\n"
+        "                its.data.copy_(now)\n")  # fmt: skip
+
+
+def resumed_and_not(run, changes, tmp_path, step: int, *flags) -> list[bytes]:
+    """The weights after 6 steps of a run that is resumed after `step`, and of one that is not."""
+    said = run(changes, "train", *TRAIN, "--keep_last=9", *flags)
+    out = tmp_path / "out"
+    checkpoint = f"checkpoint-{step}"
+    shutil.copytree(out / "mine" / checkpoint, out / "again" / checkpoint)
+    said += run(changes, "train", "--out_dir=out/again", "--resume")
+    runs = [out / name / "checkpoint-6" for name in ("mine", "again")]
+    return said, [(path / "model.safetensors").read_bytes() for path in runs]
+
+
+def test_further_state_is_saved_and_resumed(run, tmp_path):
+    """An average of all weights, which is what is validated, beside the weights that train."""
+    state = STATE, AVERAGE + STATE.replace("}", ', "average": average}')
+    swapped = EVALUATE, SWAP + EVALUATE + SWAP
+    changes = state, (DONE, UPDATE), swapped
+    said, (whole, again) = resumed_and_not(run, changes, tmp_path, 4)
+    assert "warning" not in said and whole == again
+    runs = [tmp_path / "out" / name for name in ("mine", "again")]
+    states = [load_training_state(path / "checkpoint-6")["stateful"]["average"] for path in runs]
+    assert states[0]["n_averaged"] == 6
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    losses = [[e["val_loss"] for e in read_log(path) if "val_loss" in e] for path in runs]
+    assert losses[0][-1] == losses[1][-1]
+
+
+def test_weights_that_did_not_train_are_not_saved_without_a_word(run):
+    """An average that is swapped in before save() and never back, or back after it."""
+    swap_back = "            report.sample(model, data, config.seed + done)\n"
+    natural = (STATE, AVERAGE + STATE), (DONE, UPDATE), (EVALUATE, SWAP + EVALUATE)
+    print_once.cache_clear()
+    said = run((*natural, (swap_back, swap_back + SWAP)), "train", *TRAIN)
+    assert said.count("warning: the weights in this checkpoint are not those of the last step") == 1
+
+
+def test_a_setting_that_the_schedule_changed_is_named_when_it_is_restored(run, tmp_path):
+    """A flag that is given wins."""
+    decayed = (LOOP, "        for optimizer in optimizers:\n"
+        "            for group in optimizer.param_groups:\n"
+        "                group[\"weight_decay\"] *= 0.5\n" + LOOP)  # fmt: skip
+    said, (whole, again) = resumed_and_not(run, (decayed,), tmp_path, 4, "--weight_decay=0.8")
+    assert "weight_decay: 0.8 -> 0.05, as training had changed it" in said and whole == again
+    shutil.rmtree(tmp_path / "out" / "again" / "checkpoint-6")
+    said = run((decayed,), "train", "--out_dir=out/again", "--resume", "--weight_decay=100")
+    assert "weight_decay: 0.8 -> 100.0" in said and "as training" not in said
+    state = load_training_state(tmp_path / "out" / "again" / "checkpoint-6")
+    assert state["settings"][0][1][0]["weight_decay"] == 25
+
+
+@pytest.mark.parametrize("change", [".extend(optimizers)", "[0].param_groups[1:] = []"])
+def test_a_parameter_that_is_not_in_one_optimizer_is_an_error(change, run):
+    check = "    check_optimizers(model, optimizers)\n"
+    said = run(((check, f"    optimizers{change}\n{check}"),), "train", *TRAIN, code=1)
+    assert "optimizers" in said and "configure_optimizers has to give it to one" in said
 
 
 @SLOW

@@ -49,7 +49,7 @@ def assert_equal_runs(a, b, step):
     assert states[0]["optimizers"][0]
     assert_equal(*(state["optimizers"] for state in states))
     progress = [replace(state["progress"], seconds=0.0) for state in states]
-    assert progress[0] == progress[1] and states[0]["scaler"] == states[1]["scaler"]
+    assert progress[0] == progress[1] and states[0]["stateful"] == states[1]["stateful"]
 
 
 def contents(directory):
@@ -158,10 +158,9 @@ def saver(directory):
     """A function that saves a tiny model there, with its metrics."""
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
-    scaler, config = torch.amp.GradScaler("cpu", enabled=False), small(keep_last=1)
-    run.restore(config, model, [], scaler, {})
-    progress = runs.Progress()
-    return lambda metrics: run.save(metrics, model, model, [], scaler, progress, config, data)
+    config, progress = small(keep_last=1), runs.Progress()
+    run.restore(config, model, [], {}, {})
+    return lambda metrics: run.save(metrics, model, model, [], {}, progress, config, data)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
@@ -351,21 +350,21 @@ class Optimizer(torch.optim.Optimizer):
 
 def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
     """By names, whatever the groups and their order; stored, and each number in its dtype."""
-    idx, scaler, ends = torch.arange(8)[None], torch.amp.GradScaler("cpu", enabled=False), []
+    idx, ends = torch.arange(8)[None], []
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
     for stop in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(8, 11, 1, 2, 4))
         params, run = list(model.parameters()), RunDirectory(tmp_path, one_process())
         optimizer = Optimizer([{"params": params[:3]}, {"params": params[3:]}])
-        run.restore(small(), model, [optimizer], scaler, {})
+        run.restore(small(), model, [optimizer], {}, {})
         for step in range(4):
             if stop and step == 2:
                 rest = runs.Progress(), small(), data
-                run.save({"step": 2}, model, model, [optimizer], scaler, *rest)
+                run.save({"step": 2}, model, model, [optimizer], {}, *rest)
                 optimizer = Optimizer(params[::-1])
                 state = load_training_state(tmp_path / "checkpoint-2")
-                run.restore(small(), model, [optimizer], scaler, state)
+                run.restore(small(), model, [optimizer], {}, state)
             model(idx, idx)[1].backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -384,8 +383,9 @@ def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(
 
     monkeypatch.setattr(Muon, "step", step)
     process = train("--dataset=mine", *TINY, cwd=here)
-    part = f"['h.0.attn.c_attn.weight']['seen'][1]['last'] = {value!r:.9}"
-    one_line(process, part, "use numbers, strings, lists, dicts and tensors")
+    name = type(value).__name__ if value is not print else "print"
+    name = "scalar" if isinstance(value, np.float64) else name  # NumPy's function
+    one_line(process, name, "use numbers, strings, lists, dicts and tensors")
     assert not list((here / "out/mine").glob("*checkpoint*"))
 
 
@@ -393,15 +393,15 @@ def test_code_that_is_not_the_runs_is_named_and_another_optimizer_starts_without
     finished, capsys
 ):
     state = load_training_state(finished / "out/mine/checkpoint-20")
-    scaler, model = torch.amp.GradScaler("cpu", enabled=False), GPT(GPTConfig(16, 26, 2, 2, 16))
+    model = GPT(GPTConfig(16, 26, 2, 2, 16))
     run = RunDirectory(finished / "out/mine", one_process())
     same = configure_optimizers(model, small(weight_decay=0.3))
-    run.restore(small(), model, same, scaler, state)
+    run.restore(small(), model, same, {}, state)
     assert capsys.readouterr().out == "" and all(optimizer.state for optimizer in same)
     assert [g["weight_decay"] for o in same for g in o.param_groups] == [0.3, 0.0, 0.3]
     state["code"] |= {"train.py": "another", "model.py": "another"}
     other = Optimizer(model.parameters())
-    run.restore(small(), model, [other], scaler, state)
+    run.restore(small(), model, [other], {}, state)
     changed = "changed since that checkpoint: train.py, model.py, optimizers\n"
     assert capsys.readouterr().out == changed and not other.state
 

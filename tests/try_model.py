@@ -4,8 +4,9 @@
     python -m tests.try_model /tmp/try --n_kv_head=2           # with flags for train.py
     python -m tests.try_model /tmp/try -- --tokenizer=words    # and for prepare.py
 
-A tiny model is trained for 16 steps. A run that is stopped at step 9 and resumed must end with the
-same weights, and two processes must have the same losses. The model samples, also with --compile,
+A tiny model is trained for 16 steps. A run that is stopped at steps 9 and 12 and resumed must end
+with the same weights, and two processes must have the same losses. A warning of train.py is an
+error here. The model samples, also with --compile,
 and one of width 256 with faster layers. No token may see a later one. Text drawn with the cache,
 past the window and beside other prompts must be the text drawn without.
 """
@@ -40,8 +41,13 @@ TEXT = "".join(f"{n} green bottles hanging on the wall,\n" for n in range(200))
 def script(module, *arguments, code=0) -> str:
     """Run a script's main in this process; returns what it wrote to standard error."""
     sys.argv = [f"{module.__name__}.py", *arguments]
-    with contextlib.redirect_stderr(io.StringIO()) as error:
-        assert (module.main() or 0) == code
+    printed, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(error):
+        returned = module.main() or 0
+    print(printed.getvalue(), end="")
+    assert returned == code, error.getvalue()
+    warnings = [line for line in printed.getvalue().splitlines() if line.startswith("warning: ")]
+    assert not warnings, warnings
     return error.getvalue()
 
 
@@ -54,15 +60,20 @@ def check_training(flags: list[str], prepare_flags: list[str]) -> Path:
     script(train, *flags)
     rate = train.learning_rate
 
+    stops = {8, 11}  # step 12 ends with an evaluation
+
     def stop(step, config):
-        if step == 8:
+        if step in stops:
+            stops.remove(step)
             signal.raise_signal(signal.SIGTERM)
         return rate(step, config)
 
     train.learning_rate = stop
-    script(train, *flags, "--out_dir=out/stopped", code=128 + signal.SIGTERM)
+    stopped = ("--out_dir=out/stopped", "--resume")
+    script(train, *flags, stopped[0], code=128 + signal.SIGTERM)
+    script(train, *stopped, code=128 + signal.SIGTERM)
     train.learning_rate = rate
-    script(train, "--out_dir=out/stopped", "--resume")
+    script(train, *stopped)
     newest = Path("out/text/checkpoint-16")
     for name in ("config.json", "model.safetensors"):
         resumed = Path("out/stopped/checkpoint-16", name).read_bytes()
