@@ -21,7 +21,8 @@ def draw_curves(out_dir: Path):
     """Write out_dir/loss.png from log.jsonl: the losses over the steps."""
     from matplotlib.figure import Figure  # without pyplot no window is opened
 
-    entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    log = (out_dir / "log.jsonl").read_text()
+    entries = [json.loads(line) for line in log.splitlines()]
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for name, label in (("loss", "training"), ("val_loss", "validation")):
@@ -38,7 +39,9 @@ class Report:
     """The log, the lines and the curves of a run. The first of several processes writes them."""
 
     def __init__(self, config, processes, progress, clock):
-        self.config, self.processes, self.progress = config, processes, progress
+        self.config = config
+        self.processes = processes
+        self.progress = progress
         self.clock = clock
         self.step = progress.step  # of the last report
         self.n_parameters = clock.n_parameters
@@ -47,31 +50,40 @@ class Report:
             torch.cuda.reset_peak_memory_stats()  # measuring for a plan may have needed more
         self.last_time = time.perf_counter()
         self.next_line = -math.inf
-        self.curves, self.wandb = config.curves, config.wandb
-        self.writer, self.run = None, None  # TensorBoard's and Weights & Biases', once they exist
+        self.curves = config.curves
+        self.wandb = config.wandb
+        self.tensorboard = None  # its writer, once it exists
+        self.run = None  # that of Weights & Biases
         form = "step {n}/{total} | {desc} |{bar}|"
         self.bar = progress_bar(config.max_iters, initial=self.step, bar_format=form)
 
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
-        config, n, tokens = self.config, self.n_parameters, tokens_per_step(vars(self.config))
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        size = f"{n:,} parameters" + f", {trained:,} of which are trained" * (trained < n)
-        shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
+        config = self.config
+        tokens = tokens_per_step(vars(config))
         epochs = config.max_iters * tokens / data.n_tokens
-        more = f", {self.processes.world_size} processes" * (self.processes.world_size > 1)
-        more += f", from step {self.step}" * (self.step > 0)
-        validated = f"{data.val_targets:,} of {len(data.val) - 1:,}"
+        size = f"{self.n_parameters:,} parameters"
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if trained < self.n_parameters:
+            size += f", {trained:,} of which are trained"
+        shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
+        machine = f"{self.processes.device}, {dtype}"
+        if self.processes.world_size > 1:
+            machine += f", {self.processes.world_size} processes"
+        if self.step:
+            machine += f", from step {self.step}"
+        validated = f"{data.val_targets:,} of {self.clock.all_tokens:,}"
         print(f"data:  {data.n_tokens:,} tokens to train on, {validated} to validate on")
         print(f"model: {size}, {shape}, context {config.block_size}")
         print(f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
-        print(f"       saved in {config.out_dir}, {self.processes.device}, {dtype}{more}\n")
+        print(f"       saved in {config.out_dir}, {machine}\n")
 
     def say(self, *columns: str):
         """Print a line that begins with the step of the last report."""
         self.bar.clear()  # the next step draws it again
         last = str(self.config.max_iters)
-        print(f"step {self.step:>{len(last)}}/{last}", *columns, sep=" | ")
+        step = str(self.step).rjust(len(last))
+        print(f"step {step}/{last}", *columns, sep=" | ")
 
     def log(self, **entry):
         """Write a line of log.jsonl, and show it elsewhere. An optional package that fails, in
@@ -90,22 +102,26 @@ class Report:
 
     def show(self, entry: dict):
         """Show an entry of the log in TensorBoard, loss.png and Weights & Biases."""
-        out_dir, step = Path(self.config.out_dir), entry["step"]
+        out_dir = Path(self.config.out_dir)
+        step = entry["step"]
         if self.curves and find_spec("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            purge = {"purge_step": self.clock.first_step + 1}  # what a killed session has left
-            self.writer = self.writer or SummaryWriter(out_dir / "tensorboard", **purge)
+            if not self.tensorboard:
+                first = self.clock.first_step + 1  # a killed session has left entries from here on
+                self.tensorboard = SummaryWriter(out_dir / "tensorboard", purge_step=first)
             for name in entry.keys() - {"step", "parameters"}:
-                self.writer.add_scalar(name, entry[name], step)
-            self.writer.flush()
+                self.tensorboard.add_scalar(name, entry[name], step)
+            self.tensorboard.flush()
         if self.curves and find_spec("matplotlib") and "val_loss" in entry:
             draw_curves(out_dir)
         if self.wandb:
             import wandb
 
-            options = {"project": "gptling", "name": out_dir.name, "dir": out_dir}
-            self.run = self.run or wandb.init(config=vars(self.config), **options)
+            if not self.run:
+                self.run = wandb.init(
+                    project="gptling", name=out_dir.name, dir=out_dir, config=vars(self.config)
+                )
             self.run.log(entry, step=step)
 
     def due(self, step: int) -> bool:
@@ -114,10 +130,12 @@ class Report:
 
     def training(self, step: int, losses: dict, norm: torch.Tensor, optimizers: list):
         """Report the losses, norm and rates of a step, and the speed since the last report."""
-        now, steps_left = time.perf_counter(), self.config.max_iters - step
-        elapsed, steps = now - self.last_time, step - self.step
-        self.last_time, self.step = now, step
-        seconds, speed = elapsed / steps, tokens_per_step(vars(self.config)) * steps / elapsed
+        now = time.perf_counter()
+        seconds = (now - self.last_time) / (step - self.step)  # of a step
+        self.last_time = now
+        self.step = step
+        last = step == self.config.max_iters
+        speed = tokens_per_step(vars(self.config)) / seconds
         numbers = {name: float(loss) for name, loss in losses.items()}
         for optimizer in optimizers:
             name = "lr" if optimizer is optimizers[0] else f"{type(optimizer).__name__.lower()}_lr"
@@ -126,18 +144,17 @@ class Report:
         if mfu := flops_utilisation(speed / self.processes.world_size, self.n_parameters, self.gpu):
             numbers["mfu"] = mfu
         columns = [f"{name} {number:<9.4g}" for name, number in numbers.items()]
-        columns += [f"{1000 * seconds:4.0f} ms", f"{speed:7,.0f} tokens/s"]
-        numbers |= {"ms": 1000 * seconds, "tokens_per_s": speed}
-        if step % self.config.log_interval == 0 or steps_left == 0:
-            self.log(step=step, **numbers)
-        left = seconds * steps_left  # after the first step
-        if self.clock.step_time():
+        if last or step % self.config.log_interval == 0:
+            self.log(step=step, **numbers, ms=1000 * seconds, tokens_per_s=speed)
+        left = seconds * (self.config.max_iters - step)
+        if self.clock.step_time():  # known from the second step on
             left = self.clock.left(step, self.config.max_iters)
-        description = f"{columns[0].rstrip()} | {self.bar.format_interval(left)} left"
-        self.bar.set_description_str(description, refresh=False)
-        if now >= self.next_line or steps_left == 0:
+        time_left = self.bar.format_interval(left)
+        self.bar.set_description_str(f"{columns[0].rstrip()} | {time_left} left", refresh=False)
+        if last or now >= self.next_line:
             if self.bar.disable:
-                self.say(*columns, f"{left:,.0f} s left")
+                speeds = f"{1000 * seconds:4.0f} ms", f"{speed:7,.0f} tokens/s"
+                self.say(*columns, *speeds, f"{left:,.0f} s left")
             self.next_line = now + 10
 
     def new_plan(self):
@@ -150,27 +167,35 @@ class Report:
     def evaluation(self, metrics: dict[str, float], best: bool):
         """Report an evaluation."""
         self.log(**metrics, parameters=self.n_parameters)
+        line = "validation"
         share = metrics["val_tokens"] / self.clock.all_tokens
-        part = f" on {100 * share:.2g} %:" * (share < 1)
-        bits = f"{metrics['bits_per_byte']:.3f} bits per byte{' (best)' * best}"
+        if share < 1:
+            line += f" on {100 * share:.2g} %:"
+        line += f" {metrics['val_loss']:.3f} nats per token"
+        line += f", {metrics['bits_per_byte']:.3f} bits per byte"
+        if best:
+            line += " (best)"
         if "is_cross_entropy" in metrics:
-            bits += ", but not the cross-entropy of the logits"
-        self.say(f"validation{part} {metrics['val_loss']:.3f} nats per token, {bits}")
+            line += ", but not the cross-entropy of the logits"
+        self.say(line)
 
     def sample(self, model, data, seed: int):
         """Print the validation text's first tokens, a bar, and two lines of the model's text."""
-        decode, ids = data.tokenizer.decode, data.val[:8].tolist()
-        idx = torch.tensor([ids], device=model.valid_tokens.device)
+        decode = data.tokenizer.decode
+        prompt = data.val[:8].tolist()
+        idx = torch.tensor([prompt], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
         torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
         model.eval()
         tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
-        text = " ".join(decode(ids).split()) + " | " + decode([token.item() for token in tokens])
+        drawn = [token.item() for token in tokens]
         model.train()
         if hasattr(model, "reshard"):  # see evaluate
             model.reshard()
         torch.use_deterministic_algorithms(self.config.deterministic)
-        for line in [line for line in text.splitlines() if line.strip()][:2]:
+        text = " ".join(decode(prompt).split()) + " | " + decode(drawn)
+        lines = [line for line in text.splitlines() if line.strip()]
+        for line in lines[:2]:
             self.say(line.rstrip()[:80])
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
@@ -183,28 +208,29 @@ class Report:
         if stopped:
             print(f"\nStopped at step {self.progress.step}.")
             print(f"Next: python train.py --out_dir={out_dir} --resume")
-        elif self.processes.is_main:
-            best = best_checkpoint(self.config.out_dir)
-            metrics = read_json(best / "metrics.json")
-            bits, tokens = metrics["bits_per_byte"], metrics["val_tokens"]
-            whole = self.clock.all_tokens
-            part = f" over {tokens:,} of {whole:,} tokens" * (tokens < whole)
-            loss = f"{bits:.3f} bits per byte{part}"
-            seconds = self.clock.seconds() - self.clock.before
-            print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
-            print(
-                f"It gives the next byte of new text a chance of 1 in {2**bits:.1f}, not 1 in 256."
-            )
-            print(self.advice(data, metrics["step"]))
-            if self.gpu:
-                gigabytes = torch.cuda.max_memory_allocated() / 1e9
-                print(f"Peak memory of the GPU: {gigabytes:.1f} GB")
-            print(f"Next: python sample.py {out_dir}")
-            print(f"      python sample.py {out_dir} --interactive")
+            return
+        if not self.processes.is_main:
+            return
+        best = best_checkpoint(self.config.out_dir)
+        metrics = read_json(best / "metrics.json")
+        bits = metrics["bits_per_byte"]
+        loss = f"{bits:.3f} bits per byte"
+        tokens = metrics["val_tokens"]
+        if tokens < self.clock.all_tokens:
+            loss += f" over {tokens:,} of {self.clock.all_tokens:,} tokens"
+        seconds = self.clock.seconds() - self.clock.before
+        print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
+        print(f"It gives the next byte of new text a chance of 1 in {2**bits:.1f}, not 1 in 256.")
+        print(self.advice(data, metrics["step"]))
+        if self.gpu:
+            gigabytes = torch.cuda.max_memory_allocated() / 1e9
+            print(f"Peak memory of the GPU: {gigabytes:.1f} GB")
+        print(f"Next: python sample.py {out_dir}")
+        print(f"      python sample.py {out_dir} --interactive")
 
     def advice(self, data, best_step: int) -> str:
         """Return how often the text was seen, and if more of it or more time would help."""
-        text = f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:,.2f} MB of text"
+        megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
         epochs = self.progress.step * tokens_per_step(vars(self.config)) / data.n_tokens
         if self.progress.step >= self.clock.most:
             hint = "More text would help now, more time would not."
@@ -214,7 +240,7 @@ class Report:
             hint = "More time would help a little, and more text would help more."
         else:
             hint = f"It has overfitted since step {best_step}: more text would help."
-        return f"It has seen {text} {epochs:.2g} times. {hint}"
+        return f"It has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"
 
 
 def print_evaluation(
