@@ -24,16 +24,19 @@ class LossesInPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, losses):
         # At once: 16 MB of logits in float32 stay in a CPU's cache, 512 MB elsewhere.
-        at_once = 1 << (22 if logits.device.type == "cpu" else 27)
-        rows = max(1, min(at_once // logits.size(1), len(logits) // 2))
+        numbers = 1 << (22 if logits.device.type == "cpu" else 27)
+        rows = min(numbers // logits.size(1), len(logits) // 2)
+        rows = max(1, rows)
         ctx.scale = 256 if logits.dtype == torch.float16 else 1  # which has nothing below 6e-8
         ctx.gradient = logits.detach()  # autograd raises an error if it has kept the logits
         parts = []
         for part, target in zip(ctx.gradient.split(rows), targets.split(rows), strict=True):
+            leaf = part.detach().requires_grad_()
             with torch.enable_grad():
-                leaf = part.detach().requires_grad_()
                 loss = losses(leaf, target)
-                part.copy_(torch.autograd.grad(loss.sum() * ctx.scale, leaf)[0])
+                total = loss.sum() * ctx.scale
+            (gradient,) = torch.autograd.grad(total, leaf)
+            part.copy_(gradient)
             parts.append(loss.detach())
         return torch.cat(parts)
 
@@ -51,13 +54,16 @@ class LossesInPieces(torch.autograd.Function):
 def loss_in_pieces(to_logits, losses, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """losses(to_logits(x), targets), (B T,), for GPT.loss_in_pieces: hidden states x (B, T, C),
     targets (B, T); to_logits gives (B, T, V), losses (N,) from rows of (N, V) and (N,)."""
-    if torch.compiler.is_compiling():  # a compiler fuses the whole of it
+
+    def whole(x, targets):
         return losses(to_logits(x).flatten(0, 1), targets.flatten())
+
+    if torch.compiler.is_compiling():  # a compiler fuses the whole of it
+        return whole(x, targets)
     if torch.is_grad_enabled():
         return LossesInPieces.apply(to_logits(x).flatten(0, 1), targets.flatten(), losses)
     n = max(1, 1024 // x.size(1))  # sequences of which the logits are held at once
-    parts = zip(x.split(n), targets.split(n), strict=True)
-    return torch.cat([losses(to_logits(x).flatten(0, 1), y.flatten()) for x, y in parts])
+    return torch.cat([whole(*part) for part in zip(x.split(n), targets.split(n), strict=True)])
 
 
 def copy_of(model: torch.nn.Module, pieces=None) -> torch.nn.Module:
@@ -87,12 +93,12 @@ def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
     try:
         pieces = loss_and_norms(model, loss_in_pieces)
     except (AttributeError, TypeError, RuntimeError):  # forward or autograd needs the logits
-        pieces = math.nan * plain
+        pieces = torch.full_like(plain, math.nan)
     if not torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7):
         print("chunked loss disabled, memory grows: forward() has another loss or gradient")
         return
-    total = torch.cuda.mem_get_info()[1] if rows and torch.cuda.is_available() else 0
-    fits = 16 * rows * model.config.vocab_size <= total
+    memory = torch.cuda.mem_get_info()[1] if rows and torch.cuda.is_available() else 0
+    fits = 16 * rows * model.config.vocab_size <= memory
     model.loss_in_pieces = loss_in_pieces if fits else torch.compiler.disable(loss_in_pieces)
 
 
@@ -116,26 +122,30 @@ def check_loss(model: torch.nn.Module, data, config, processes):
     if not is_cross_entropy(copy_of(model).eval(), *batches[0]):
         print(f"warning: {NOT_CROSS_ENTROPY}")
     idx = torch.stack([inputs[0, :256] for inputs, _ in batches])  # (4, T)
+
+    def loss(targets):
+        _, parts = objective_and_parts(copy_of(model)(idx, targets))
+        return parts["loss"]
+
     one = torch.eye(4, dtype=torch.bool, device=idx.device)
-    masked = [idx.where(row[:, None], -100) for row in one]
-    trials = [objective_and_parts(copy_of(model)(idx, y)) for y in (idx, *masked)]
-    loss, *losses = (parts["loss"] for _, parts in trials)
-    if not torch.allclose(torch.stack(losses).mean(), loss, rtol=5e-6):
+    losses = [loss(idx.where(row[:, None], -100)) for row in one]
+    if not torch.allclose(torch.stack(losses).mean(), loss(idx), rtol=5e-6):
         print("warning: the loss is not a mean over its targets: mask targets in train.py's loop")
 
 
 def compare_with_cpu(model: torch.nn.Module, device: str):
     """Print a line if a model's loss or gradient on its device is not that on a CPU. Matmuls in
     TF32 may change them by less than 1 %."""
-    reference = copy.deepcopy(model).cpu()
-    numbers = []
-    for trial in (model, reference):
+    losses, norms = [], []
+    for trial in (model, copy.deepcopy(model).cpu()):
         trial.eval()  # devices draw different dropout
-        loss, *norms = loss_and_norms(trial).cpu()
-        numbers.append(torch.stack([loss, torch.stack(norms).norm()]))
+        numbers = loss_and_norms(trial).cpu()
+        losses.append(numbers[0])
+        norms.append(numbers[1:].norm())
     model.train()
-    if not torch.allclose(*numbers, rtol=0.01):
-        here, there = (f"{loss:.4g} and {norm:.4g}" for loss, norm in numbers)
+    same = torch.allclose(*losses, rtol=0.01) and torch.allclose(*norms, rtol=0.01)
+    if not same:
+        here, there = (f"{n[0]:.4g} and {n[1]:.4g}" for n in zip(losses, norms, strict=True))
         print(f"loss and gradient norm are {here} on {device}, {there} on a CPU: use --device=cpu")
 
 
@@ -170,8 +180,10 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
     model.train()
     if hasattr(model, "reshard"):  # FSDP: or the next step would not see what is changed now
         model.reshard()
-    total, count = processes.sum(torch.stack(sums).cpu().double().sum(dim=0)).tolist()
-    nats, bytes_per_token = total / max(1, count), max(1, data.val_bytes) / data.val_targets
+    sums = torch.stack(sums).cpu().double().sum(dim=0)
+    total, count = processes.sum(sums).tolist()
+    nats = total / max(1, count)  # per token
+    bytes_per_token = max(1, data.val_bytes) / data.val_targets
     bits_per_byte = nats / math.log(2) / bytes_per_token
     metrics = {"val_loss": nats, "bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
     return metrics | different

@@ -124,24 +124,35 @@ def check_optimizers(model, optimizers: list):
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
     """Return a run's saved configuration with the flags that were given, and print what changes.
     Raises UserError for a flag that would make it a different run."""
-    names = {field.name for field in fields(config)} - START_FLAGS
-    for name in sorted(saved.keys() - names - START_FLAGS):
-        print(f"{name}: {saved[name]} in the run, unknown to this code")
-    saved = {name: value for name, value in saved.items() if name in names}
-    changes = {k: v for k, v in given.items() if k in names and v != saved.get(k)}
-    for name, value in changes.items():
+    settings = {}
+    names = {field.name for field in fields(config)}
+    for name, value in saved.items():
+        if name in START_FLAGS:
+            continue
+        if name in names:
+            settings[name] = value
+        else:
+            print(f"{name}: {value} in the run, unknown to this code")
+    changes = {}
+    for name, value in given.items():
+        if name in START_FLAGS or value == settings.get(name):
+            continue
+        before = settings.get(name, "not set")
         if name in fixed:
-            raise UserError(f"--{name}={value}: the run has {saved[name]}; give another --out_dir")
-        print(f"{name}: {saved.get(name, 'not set')} -> {value}")
-    changes |= scaled_min_lr(saved, given)
-    return type(config)(**vars(config) | saved | changes)
+            raise UserError(f"--{name}={value}: the run has {before}; give another --out_dir")
+        print(f"{name}: {before} -> {value}")
+        changes[name] = value
+    changes |= scaled_min_lr(settings, given)
+    return type(config)(**vars(config) | settings | changes)
 
 
 class RunDirectory:
     """out/NAME. One training at a time writes there: the first of its processes."""
 
     def __init__(self, path: Path, processes):
-        self.path, self.processes, self.lock = path, processes, None
+        self.path = path
+        self.processes = processes
+        self.lock = None
 
     def resume_or_begin(self, config: Any, given: dict, fixed: set[str]):
         """Return (configuration, checkpoint, training state) of the run to resume, or
@@ -214,6 +225,11 @@ class RunDirectory:
             print(f"the run that was in {self.path} is now in {old}")
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path)
+        self.truncate_log(step)
+        self.write_settings(config)
+
+    def truncate_log(self, step: int):
+        """Keep the lines of log.jsonl up to a step. A killed session has left the others."""
         log = self.path / "log.jsonl"
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
         kept, unreadable = [], []
@@ -226,7 +242,6 @@ class RunDirectory:
         if unreadable:
             print(f"ignored: {log} has lines that cannot be read: {unreadable[:9]}")
         replace(log, b"".join(kept))
-        self.write_settings(config)
 
     def write_settings(self, config: Any):
         """Write config.toml."""
