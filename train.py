@@ -27,28 +27,17 @@ from typing import Literal
 
 import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
-from torch.utils._triton import has_triton
 from tyro.conf import Suppress
 
-from gptling.cli import Empty, Planned, PositiveInt, Share, UserError, check_numbers, load, run
+import prepare
+from gptling import cli, devices, loss, plan, pretrained
+from gptling.cli import Empty, Planned, PositiveInt, Share, UserError
 from gptling.dataset import Dataset, micro_batches
-from gptling.devices import choose_algorithms, keep_freed_memory, pick_dtype, use_float32_attention
-from gptling.loss import (
-    check_finite,
-    check_loss,
-    compare_with_cpu,
-    evaluate,
-    objective_and_parts,
-    use_loss_in_pieces,
-)
 from gptling.muon import Muon
-from gptling.plan import Clock, eval_part, extend, fill_in, plan_run
-from gptling.pretrained import build_model, find_checkpoint, take_sizes
 from gptling.processes import Processes, recompute_activations
-from gptling.report import Report, print_evaluation
-from gptling.run import Progress, RunDirectory, check_optimizers
+from gptling.report import Report
+from gptling.run import Progress, RunDirectory
 from model import GPT, GPTConfig
-from prepare import PrepareConfig, prepare
 
 
 @dataclass
@@ -107,7 +96,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     fsdp: bool = False  # shard the model over all processes, if it does not fit on one GPU
 
     def __post_init__(self):  # GPTConfig checks the sizes once they are known
-        check_numbers(self)
+        cli.check_numbers(self)
         if self.resume + self.auto_resume + self.overwrite + self.eval_only > 1:
             raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
@@ -162,17 +151,18 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
 def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: Processes):
     """Return (model, it over all processes, that compiled, autocast, dtype, optimizers)."""
     torch.manual_seed(config.seed)
-    model, device = build_model(GPT, config, data, source), processes.device
-    dtype = pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
+    device = processes.device
+    model = pretrained.build_model(GPT, config, data, source)
+    dtype = devices.pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     long = config.minutes > 2 if config.minutes else config.max_iters > 1000
-    auto = device == "cuda" and has_triton() and long
+    auto = device == "cuda" and devices.has_triton() and long
     compile = auto if config.compile == "auto" else config.compile
     rows = micro_batches(config, processes.world_size)[0] * config.block_size
-    use_loss_in_pieces(model, rows if compile else 0)
+    loss.use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
-        keep_freed_memory()
-        use_float32_attention(model)
+        devices.keep_freed_memory()
+        devices.use_float32_attention(model)
     if config.recompute:
         recompute_activations(model)
     parallel = processes.wrap(model, config.fsdp, dtype)  # gradients: the mean of all processes
@@ -183,7 +173,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
 def main():
     # ------------------------------------------------------------ configuration
     processes = Processes()
-    config, given = load(TrainConfig, __doc__, presets=True)
+    config, given = cli.load(TrainConfig, __doc__, presets=True)
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
     last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
     if last == "minutes" and not config.minutes:
@@ -193,24 +183,24 @@ def main():
     if not config.eval_only:  # what is given overrides the settings of a resumed run
         config, source, state = run_directory.resume_or_begin(config, given, FIXED)
     device = processes.use_device(config.device)
-    choose_algorithms(config.deterministic)
+    devices.choose_algorithms(config.deterministic)
 
     # ------------------------------------------------------------ source and plan
     if source is None and config.init_from != "scratch":
-        source = find_checkpoint(config.init_from)
-    longest = take_sizes(config, given, GPT, source) if source else math.inf  # sequence
+        source = pretrained.find_checkpoint(config.init_from)
+    longest = pretrained.take_sizes(config, given, GPT, source) if source else math.inf  # sequence
     missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
     if missing and processes.is_main:
-        prepare(PrepareConfig())
+        prepare.prepare(prepare.PrepareConfig())
     processes.barrier()
     if config.resume and last == "minutes":
-        extend(config, state["progress"])
+        plan.extend(config, state["progress"])
     elif not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
         config.max_iters = None
-        plan_run(config, longest, lambda c, d: set_up(c, d, source, processes), processes)
+        plan.plan_run(config, longest, lambda c, d: set_up(c, d, source, processes), processes)
     elif not state or last == "max_iters":
         config.minutes = 0.0  # the steps set the length
-        fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
+        plan.fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
     if config.min_lr > config.learning_rate:
         rates = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
         raise UserError(f"{rates}: give a lower --min_lr")
@@ -218,19 +208,18 @@ def main():
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
 
     # ------------------------------------------------------------ data and model
-    data = Dataset(config.dataset, config.block_size, eval_part(vars(config)))
+    data = Dataset(config.dataset, config.block_size, plan.eval_part(vars(config)))
     if state and state["data"] != data.fingerprint:
         remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
         raise UserError(f"{data.directory} is not what {config.out_dir} was trained on: {remedy}")
     model, parallel, compiled, autocast, dtype, optimizers = set_up(config, data, source, processes)
     if config.eval_only:
-        metrics = evaluate(parallel, data, config.batch_size, processes, autocast)
-        return print_evaluation(source, data, **metrics)
-    check_optimizers(model, optimizers)
+        metrics = loss.evaluate(parallel, data, config.batch_size, processes, autocast)
+        return loss.print_evaluation(source, data, **metrics)
     if not processes.sharded:
-        check_loss(model, data, config, processes)
+        loss.check_loss(model, data, config, processes)
     if device != "cpu" and not processes.sharded:
-        compare_with_cpu(model, device)
+        loss.compare_with_cpu(model, device)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     # What changes while training, besides weights and optimizers. It is saved, and resumed: objects
     # with state_dict() and load_state_dict(), of plain values and tensors.
@@ -243,7 +232,7 @@ def main():
     if state and not math.isclose(then, now):
         print(f"the learning rate jumps from {then:.3g} to {now:.3g} at step {progress.step}")
     run_directory.start(config, progress.step)
-    clock = Clock(config, data, model, progress, processes)
+    clock = plan.Clock(config, data, model, progress, processes)
     report = Report(config, processes, progress, clock)
     report.header(model, data, dtype)
 
@@ -273,7 +262,7 @@ def main():
             # DDP's switch: gradients travel once a step, with the last micro-batch.
             parallel.require_backward_grad_sync = micro_step == len(batch) - 1
             with autocast:
-                objective, parts = objective_and_parts(compiled(x, y))
+                objective, parts = loss.objective_and_parts(compiled(x, y))
             # A mean over the micro-batch's targets becomes part of one over all of the step's. Over
             # processes gradients are averaged. Without targets the ratio is inf, and all is 0.
             ratio = n_targets.clamp(min=1) / ((y != -100).sum() * world_size)
@@ -293,7 +282,7 @@ def main():
         if device == "cpu" or report_now or stopped:
             # float16 skips a step of which the gradient is not finite. .item() waits for a GPU.
             both = losses["loss"] + (0 if scaler.is_enabled() else norm)
-            check_finite(both.item(), done, config)
+            loss.check_finite(both.item(), done, config)
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
         overflow = scaler.is_enabled() and not math.isfinite(norm)
         for optimizer in optimizers:
@@ -308,11 +297,11 @@ def main():
             report.training(done, losses, norm, optimizers)
         if evaluate_now:
             validation = parallel, data, config.batch_size, processes, autocast
-            metrics = {"step": done} | evaluate(*validation)
+            metrics = {"step": done} | loss.evaluate(*validation)
             comparable = metrics["val_loss"]  # over the same tokens each time
             if done == config.max_iters and config.eval_tokens is None:
                 data.validate_on(0)
-                metrics |= evaluate(*validation) | {"comparable_loss": comparable}
+                metrics |= loss.evaluate(*validation) | {"comparable_loss": comparable}
             progress.best = min(progress.best, comparable)
             report.evaluation(metrics, best=comparable == progress.best)
             save(metrics)  # before a changed model's generate can fail
@@ -329,4 +318,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    cli.run(main)

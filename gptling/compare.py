@@ -28,7 +28,10 @@ from gptling.cli import Empty, load, progress_bar, run
 from gptling.files import UserError, lock_directory
 
 OUT = Path("out/compare")
-STEPS = "import train as t; print(t.load(t.TrainConfig, '', presets=True)[0].max_iters or 500)"
+STEPS = """import train
+from gptling.cli import load
+print(load(train.TrainConfig, "", presets=True)[0].max_iters or 500)
+"""
 # Two-sided 95 % quantiles of Student's t (1908), for 1 to 9 degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 # A version of the code in out/compare/NAME: git's hash of its files, and flags for its train.py.

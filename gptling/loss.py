@@ -187,3 +187,14 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
     bits_per_byte = nats / math.log(2) / bytes_per_token
     metrics = {"val_loss": nats, "bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
     return metrics | different
+
+
+def print_evaluation(
+    name, data, val_loss: float, bits_per_byte: float, val_tokens: int, is_cross_entropy=True
+):
+    """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
+    losses = f"{val_loss:.4f} nats per token, perplexity {math.exp(val_loss):,.4f}"
+    tokens = f"{val_tokens:,} tokens of {data.directory / 'val.npy'}"
+    print(f"{losses}, {bits_per_byte:.4f} bits per byte: {name}, over {tokens}")
+    if not is_cross_entropy:
+        print(f"warning: {NOT_CROSS_ENTROPY}")

@@ -13,7 +13,6 @@ from gptling.cli import progress_bar
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
 from gptling.files import read_json
-from gptling.loss import NOT_CROSS_ENTROPY
 from gptling.run import best_checkpoint
 
 
@@ -241,14 +240,3 @@ class Report:
         else:
             hint = f"It has overfitted since step {best_step}: more text would help."
         return f"It has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"
-
-
-def print_evaluation(
-    name, data, val_loss: float, bits_per_byte: float, val_tokens: int, is_cross_entropy=True
-):
-    """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
-    losses = f"{val_loss:.4f} nats per token, perplexity {math.exp(val_loss):,.4f}"
-    tokens = f"{val_tokens:,} tokens of {data.directory / 'val.npy'}"
-    print(f"{losses}, {bits_per_byte:.4f} bits per byte: {name}, over {tokens}")
-    if not is_cross_entropy:
-        print(f"warning: {NOT_CROSS_ENTROPY}")

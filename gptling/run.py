@@ -177,7 +177,9 @@ class RunDirectory:
 
     def restore(self, config: Any, model, optimizers: list, stateful: dict, state: dict[str, Any]):
         """Load the state of a resumed run's optimizers and of what is in `stateful`, and print
-        which code is not the run's. What has another class or is new starts without a state."""
+        which code is not the run's. What has another class or is new starts without a state.
+        Raises UserError unless each trained parameter is in one optimizer."""
+        check_optimizers(model, optimizers)
         modules = [sys.modules[type(settings).__module__] for settings in (config, model.config)]
         files = [Path(getattr(module, "__file__", "")) for module in modules]
         # A script that Python reads from a pipe, or exec() runs, has no file.
@@ -186,8 +188,7 @@ class RunDirectory:
         self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         self.trained = None  # sums of weights after the last step
-        if optimizers:
-            optimizers[0].register_step_post_hook(self.remember)
+        optimizers[0].register_step_post_hook(self.remember)
         if not state:
             return
         if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:

@@ -74,7 +74,7 @@ def run_in_child(arguments, cwd, files):
 def train_here(monkeypatch):
     """Lets run_here train: signals and the memory of the tests' own process stay as they are."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("train.keep_freed_memory", lambda: None)
+    monkeypatch.setattr("gptling.devices.keep_freed_memory", lambda: None)
 
 
 def one_process():

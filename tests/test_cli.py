@@ -231,7 +231,9 @@ def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
 def test_auto_is_chosen_again_on_another_machine(here, monkeypatch, train_here):
     flags = ["--dataset=mine", *TINY, "--dtype=auto", "--out_dir=out/auto"]
     output_of("train.py", *flags, cwd=here)
-    monkeypatch.setattr(train, "pick_dtype", lambda dtype, *a, **k: f"{dtype} bfloat16".split()[1])
+    monkeypatch.setattr(
+        train.devices, "pick_dtype", lambda dtype, *a, **k: f"{dtype} bfloat16".split()[1]
+    )
     resume = ["--out_dir=out/auto", "--resume", "--max_iters=22"]
     process = run_here("train.py", *resume, cwd=here)
     assert b"cpu, bfloat16, from step 20\n" in process.stdout, process.stderr

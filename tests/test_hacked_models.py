@@ -356,7 +356,7 @@ def run(trained, tmp_path, train_here, monkeypatch):
 
     def run(changes, script, *flags, code=0):
         scripts = edited(*changes)
-        monkeypatch.setattr(scripts.train, "keep_freed_memory", lambda: None)
+        monkeypatch.setattr(scripts.train.devices, "keep_freed_memory", lambda: None)
         name = getattr(scripts, script).__name__
         process = run_here(f"{name}.py", *flags, cwd=tmp_path)
         assert process.returncode == code, process.stderr.decode()
@@ -445,7 +445,7 @@ def test_a_validation_loss_that_is_no_cross_entropy_is_reported(name, run, tmp_p
 
 
 LOOP = "        batch = data.batch(config, step, processes)"
-EVALUATE = '            metrics = {"step": done} | evaluate(*validation)\n'
+EVALUATE = '            metrics = {"step": done} | loss.evaluate(*validation)\n'
 STATE = '    stateful = {"scaler": scaler}\n'
 SET_UP = "    processes.catch_signals()\n"
 DONE = "        progress.step = done\n"
@@ -508,7 +508,7 @@ def test_a_setting_that_the_schedule_changed_is_named_when_it_is_restored(run, t
 
 @pytest.mark.parametrize("change", [".extend(optimizers)", "[0].param_groups[1:] = []"])
 def test_a_parameter_that_is_not_in_one_optimizer_is_an_error(change, run):
-    check = "    check_optimizers(model, optimizers)\n"
+    check = "    run_directory.restore("
     said = run(((check, f"    optimizers{change}\n{check}"),), "train", *TRAIN, code=1)
     assert "optimizers" in said and "configure_optimizers has to give it to one" in said
 

@@ -441,7 +441,7 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
     (tmp_path / "data/quickstart").symlink_to(trained / "data/mine")
     edited = functools.partial(TrainConfig.__init__, muon_lr=0.0006, n_layer=1)
     monkeypatch.setattr(TrainConfig, "__init__", lambda self, **given: edited(self, **given))
-    monkeypatch.setattr("train.load", lambda *_, **__: (TrainConfig(curves=False), {}))
+    monkeypatch.setattr("gptling.cli.load", lambda *_, **__: (TrainConfig(curves=False), {}))
     done = run_here("train.py", cwd=tmp_path)
     assert b"plan for 1 min: 1 layers" in done.stdout and b"muon_lr 0.0006" in done.stdout
 

@@ -68,7 +68,7 @@ def learning_rate(step, config):
         os.kill(os.getpid(), signal.Signals[name])
     return rate(step, config)
 train.learning_rate = learning_rate
-train.run(train.main)
+train.cli.run(train.main)
 """
 
 

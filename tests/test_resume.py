@@ -158,9 +158,10 @@ def saver(directory):
     """A function that saves a tiny model there, with its metrics."""
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
     data = SimpleNamespace(tokenizer_json='{"added_tokens": []}', fingerprint="")
-    config, progress = small(keep_last=1), runs.Progress()
-    run.restore(config, model, [], {}, {})
-    return lambda metrics: run.save(metrics, model, model, [], {}, progress, config, data)
+    config, optimizers = small(keep_last=1), configure_optimizers(model, small())
+    run.restore(config, model, optimizers, {}, {})
+    rest = optimizers, {}, runs.Progress(), config, data
+    return lambda metrics: run.save(metrics, model, model, *rest)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
@@ -298,7 +299,7 @@ def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train
             seconds.append(run_script("train.py", *flags, *more, cwd=finished))
         return {"val_loss": 2.0, "bits_per_byte": 3.0, "val_tokens": 9}
 
-    monkeypatch.setattr("train.evaluate", evaluate)
+    monkeypatch.setattr("gptling.loss.evaluate", evaluate)
     assert train(*flags, "--overwrite", cwd=finished).returncode == 0
     for second in seconds:
         assert second.returncode == 1 and b"another process" in second.stderr

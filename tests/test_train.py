@@ -365,7 +365,7 @@ def test_every_step_and_micro_batch_drops_other_places(here, train_here):
 def test_deterministic_algorithms_are_on_until_the_end(here, monkeypatch, train_here):
     """Also after the sample of the first evaluation, which is drawn without them."""
     seen, are_on = [], torch.are_deterministic_algorithms_enabled
-    monkeypatch.setattr("train.evaluate", lambda *_: seen.append(are_on()) or RESULT)
+    monkeypatch.setattr("gptling.loss.evaluate", lambda *_: seen.append(are_on()) or RESULT)
     process = run_here("train.py", *MINE, "--deterministic", cwd=here)
     torch.use_deterministic_algorithms(False)
     assert process.returncode == 0 and seen == [True, True], process.stderr
