@@ -5,6 +5,7 @@ Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gra
 import math
 
 import torch
+from torch import Tensor
 
 
 class Muon(torch.optim.Optimizer):
@@ -19,63 +20,83 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            lr, momentum = group["lr"], group["momentum"]
-            batches = {}  # (rows, columns): [(weight, update)], parts of parameters
-            gathered = []  # (sharded parameter, the whole of it)
-            names = group.get("param_names", group["params"])
-            for name, p in zip(names, group["params"], strict=True):
+            gathered = []  # (parameter, the whole of it)
+            by_shape = {}  # [(weight, update)] of all matrices of a shape, as views
+            for p in group["params"]:
                 if p.grad is None:
                     continue
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                first_moment = self.state[p]["momentum_buffer"]
-                first_moment.lerp_(p.grad, 1 - momentum)
-                weight, update = p, p.grad.lerp(first_moment, momentum)  # Nesterov's
-                if hasattr(p, "full_tensor"):
-                    weight, update = p.full_tensor(), update.full_tensor()
-                    gathered.append((p, weight))
-                rows = getattr(p, "matrices", [p.size(-2)])
-                if sum(rows) != p.size(-2):
-                    raise ValueError(f"{name}: .matrices {rows} of {p.size(-2)} rows")
-                rows = rows * weight[..., 0, 0].numel()
-                parts = (t.view(-1, p.size(-1)).split(rows) for t in (weight, update))
-                for part in zip(*parts, strict=True):
-                    batches.setdefault(part[0].shape, []).append(part)
-            for (rows, columns), parts in sorted(batches.items()):
-                updates = torch.stack([update for _, update in parts]).to(self.dtype)
-                exact = self.dtype == torch.float32 and updates.device.type == "cpu"
-                scale = math.sqrt(max(1, rows / columns))  # taller ones write more
-                for (weight, _), update in zip(parts, orthogonalise(updates, exact), strict=True):
-                    weight.mul_(1 - lr * group["weight_decay"])
-                    weight.add_(update, alpha=-lr * scale)
+                update = whole(self.update_momentum(p, group["momentum"]))
+                weight = whole(p)
+                gathered.append((p, weight))
+                rows = getattr(p, "matrices", p.size(-2))
+                parts = zip(weight.split(rows, -2), update.split(rows, -2), strict=True)
+                for matrix, its_update in parts:
+                    by_shape.setdefault(matrix.shape, []).append((matrix, its_update))
+            for pairs in by_shape.values():
+                self.apply(pairs, group)
             for p, weight in gathered:
-                p.copy_(shard(weight, p))
+                if weight is not p:
+                    p.copy_(shard(weight, p))
+
+    def update_momentum(self, p: Tensor, momentum: float) -> Tensor:
+        """Add a gradient to its moving average. Return the update, Nesterov's: the average as it
+        would be after the same gradient once more."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        average = state["momentum_buffer"]
+        average.lerp_(p.grad, 1 - momentum)
+        return p.grad.lerp(average, momentum)
+
+    def apply(self, pairs: list[tuple[Tensor, Tensor]], group: dict):
+        """Orthogonalise the updates of weights of one shape, and add them."""
+        updates = torch.stack([update for _, update in pairs])  # (n, rows, columns), or of stacks
+        rows, columns = updates.shape[-2:]
+        matrices = updates.view(-1, rows, columns).to(self.dtype)
+        exact = self.dtype == torch.float32 and updates.device.type == "cpu"
+        updates = orthogonalise(matrices, exact).view(updates.shape)
+        scale = math.sqrt(max(1, rows / columns))  # taller ones write more
+        for (weight, _), update in zip(pairs, updates, strict=True):
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(update, alpha=-group["lr"] * scale)
 
 
-def orthogonalise(x: torch.Tensor, exact: bool = False, steps: int = 5) -> torch.Tensor:
+def orthogonalise(x: Tensor, exact: bool = False, steps: int = 5) -> Tensor:
     """About U V^T of each x = U S V^T, (n, rows, columns), by steps of Newton-Schulz's iteration,
     x = (a + b gram + c gram^2) x, with the Gram matrix x x^T. Several steps are done in that of a
     long x alone (Zhang et al. 2026). Each multiplies rounding errors by a^2 = 12, so it is computed
     again after three steps, of a short x after each. exact: matmuls are in full float32."""
-    a, b, c = 3.4445, -4.7750, 2.0315  # Jordan et al. 2024
-    tall = x.size(1) > x.size(2)
-    x = x.mT if tall else x  # the smaller matmul of the two
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     rows, columns = x.shape[1:]
-    at_once = 1 if rows == columns else 5 if exact else 1 if rows < 64 else 3
+    if rows > columns:  # the smaller matmul of the two
+        return orthogonalise(x.mT, exact, steps).mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    at_once = 5 if exact else 3
+    if rows == columns or (rows < 64 and not exact):
+        at_once = 1
     for first in range(0, steps, at_once):
-        gram, factor, product = x @ x.mT, None, None
-        for _ in range(first, min(first + at_once, steps)):
-            if factor is not None:
-                gram = factor @ gram @ factor  # that of product x
-            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            factor.diagonal(dim1=1, dim2=2).add_(a)
-            product = factor if product is None else factor @ product
+        gram = x @ x.mT
+        factor = product = newton_schulz_factor(gram)
+        for _ in range(first + 1, min(first + at_once, steps)):
+            gram = factor @ gram @ factor  # that of product x
+            factor = newton_schulz_factor(gram)
+            product = factor @ product
         x = product @ x
-    return x.mT if tall else x
+    return x
 
 
-def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def newton_schulz_factor(gram: Tensor) -> Tensor:
+    """Return a + b gram + c gram^2, (n, rows, rows), with the numbers of Jordan et al. 2024."""
+    factor = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+    factor.diagonal(dim1=1, dim2=2).add_(3.4445)
+    return factor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that FSDP has sharded. Any other is returned itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard(tensor: Tensor, like: Tensor) -> Tensor:
     """The tensor on the device of another one, and sharded as that is if it has its shape."""
     tensor = tensor.to(like.device)
     if not hasattr(like, "device_mesh") or tensor.shape != like.shape:

@@ -1,4 +1,4 @@
-"""Muon's orthogonalised updates stay within their bounds, and what it cannot split is named."""
+"""Muon's orthogonalised updates stay within their bounds."""
 
 import pytest
 import torch

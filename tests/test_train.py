@@ -177,15 +177,6 @@ def test_muon_takes_the_matrices_inside_the_blocks_but_no_embeddings():
     assert rest == set(names.values()) - taken
 
 
-def test_matrices_that_are_not_the_rows_of_a_parameter_name_it():
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    model.h[0].attn.c_attn.weight.matrices = [4, 4]  # of 12 rows
-    _, muon = configure_optimizers(model, small(optimizer="muon"))
-    model(*torch.randint(11, (2, 2, 8)))[1].backward()
-    with pytest.raises(ValueError, match=r"^h.0.attn.c_attn.weight: .matrices \[4, 4\] of 12 rows"):
-        muon.step()
-
-
 @pytest.mark.parametrize("n_tokens", [18, 100, 161])
 @pytest.mark.parametrize("eval_tokens", [0, 16, 40, 1000])
 def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
