@@ -20,38 +20,50 @@ from gptling.loss import objective_and_parts
 # Layers and widths to choose from: the largest model that sees enough tokens in the time.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
-TOKENS_PER_PARAMETER, ENOUGH_EPOCHS = 1.5, 4  # either is enough
-MAX_EPOCHS, SHORT_TEXT_STEPS = 16, 600  # the larger of the two ends a run,
-FINE_TUNING_EPOCHS, FINE_TUNING_STEPS = 6, 100  # or one of --init_from
+# A model sees enough tokens by either of these.
+TOKENS_PER_PARAMETER = 1.5
+ENOUGH_EPOCHS = 4
+# A run ends after so many epochs or steps: the later of the two.
+MAX_EPOCHS = 16
+SHORT_TEXT_STEPS = 600
+FINE_TUNING_EPOCHS = 6  # of --init_from
+FINE_TUNING_STEPS = 100
 # The largest model has so many parameters per token of the text, or so many.
-PARAMETERS_PER_TOKEN, SHORT_TEXT_PARAMETERS = 25, 2_600_000
+PARAMETERS_PER_TOKEN = 25
+SHORT_TEXT_PARAMETERS = 2_600_000
 DROPOUT_MEMORISATION = 35  # see Planner.fields_for
 EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
-SAVING, SAVING_PER_PARAMETER = 0.4, 1e-7  # seconds of a checkpoint and its sample: the larger
+SAVING = 0.4  # seconds of a checkpoint and its sample: this or the next, if that is more
+SAVING_PER_PARAMETER = 1e-7
 
 
 def fill_in(config, values: dict):
     """Set the fields of train.py's configuration that are None to these values, and rates and the
     warm-up to what fits them. Wide models need lower rates, trained ones (init_from) a tenth."""
-    given = {name: value for name, value in vars(config).items() if value is not None}
-    vars(config).update(values | given)
-    width, tenth = config.n_embd, 1 if config.init_from == "scratch" else 10
+
+    def set_missing(**defaults):
+        given = {name: value for name, value in vars(config).items() if value is not None}
+        vars(config).update(defaults | given)
+
+    set_missing(**values)
+    width = config.n_embd
     rate = 0.01 * min(1, 192 / width)
     if config.optimizer == "adamw":
         rate = 0.001 * math.sqrt(256 / width)
-    rates = {"learning_rate": rate / tenth, "warmup_iters": math.ceil(config.max_iters / 50)}
-    rates["muon_lr"] = 0.05 * min(1, math.sqrt(128 / width)) / tenth
-    rates["min_lr"] = (rates | given)["learning_rate"] / 100
-    vars(config).update(rates | given)
+    muon_rate = 0.05 * min(1, math.sqrt(128 / width))
+    tenth = 1 if config.init_from == "scratch" else 10
+    set_missing(learning_rate=rate / tenth, muon_lr=muon_rate / tenth)
+    set_missing(min_lr=config.learning_rate / 100, warmup_iters=math.ceil(config.max_iters / 50))
 
 
 def eval_part(fields: dict) -> int:
     """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is None, evaluations
     have a share of the time. A token costs a third of its training, without a backward pass."""
+    if fields.get("eval_tokens") is not None:
+        return fields["eval_tokens"]
     tokens = EVALUATING_SHARE * fields["eval_interval"] * 3 * tokens_per_step(fields)
-    given = fields.get("eval_tokens")
-    return max(fields["block_size"], int(tokens)) if given is None else given
+    return max(fields["block_size"], int(tokens))
 
 
 def evaluation_time(fields: dict, step: float, tokens: float) -> float:
@@ -66,26 +78,42 @@ def saving_time(n_parameters: int) -> float:
 
 def most_steps(fields: dict, train_tokens: int) -> int:
     """Return after how many steps a run ends before it overfits."""
-    epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
-    if fields["init_from"] != "scratch":
-        epochs, steps = FINE_TUNING_EPOCHS, FINE_TUNING_STEPS
+    if fields["init_from"] == "scratch":
+        epochs = MAX_EPOCHS
+        steps = SHORT_TEXT_STEPS
+    else:
+        epochs = FINE_TUNING_EPOCHS
+        steps = FINE_TUNING_STEPS
     return max(steps, int(train_tokens * epochs / tokens_per_step(fields)))
+
+
+def nearest_power_of_two(number: float) -> int:
+    """Return 1, 2, 4, ...: 64 for 70, and 1 for 0.3."""
+    return 2 ** max(0, round(math.log2(number)))
 
 
 class Planner:
     """The rules. They plan the fields of train.py's configuration that are None."""
 
     def __init__(self, config, data: Dataset, longest: float, set_up, processes):
-        self.config, self.data, self.set_up, self.processes = config, data, set_up, processes
+        self.config = config
+        self.data = data
+        self.set_up = set_up
+        self.processes = processes
         self.fixed = {name: value for name, value in vars(config).items() if value is not None}
-        self.train_tokens, self.val_tokens = data.n_tokens, len(data.val)
-        self.vocab_size, self.longest = data.tokenizer.n_vocab, min(longest, data.longest)
+        self.train_tokens = data.n_tokens
+        self.val_tokens = len(data.val)
+        self.vocab_size = data.tokenizer.n_vocab
+        self.longest = min(longest, data.longest)
         self.compiling = 0.0  # seconds
-        self.overfits = self.busy = False  # with all of the time; if other programs compute now
+        self.overfits = False  # with all of the time
+        self.busy = False  # whether other programs compute now
 
     def plan(self) -> dict:
-        """Return the fields that make the best of the time."""
+        """Return the fields that make the best of the time. Raises MemoryError if no model fits."""
         candidate, step = self.choose_model()
+        if step == math.inf:
+            raise MemoryError
         tokens = self.schedule(candidate, step)["max_iters"] * tokens_per_step(candidate)
         fields = self.fields_for(candidate["n_layer"], candidate["n_embd"], tokens)
         if fields != candidate:
@@ -95,81 +123,113 @@ class Planner:
         return candidate | self.schedule(candidate, step)
 
     def choose_model(self) -> tuple[dict, float]:
-        """Return the fields of the largest model that sees enough tokens, and a step's seconds."""
-        candidates = [self.fields_for(*shape) for shape in SHAPES]
-        models = {self.parameters(fields): fields for fields in candidates}
-        most = max(SHORT_TEXT_PARAMETERS, PARAMETERS_PER_TOKEN * self.train_tokens)
-        models = {n: fields for n, fields in models.items() if n <= most}
-        n = min(models) if "n_embd" in self.fixed else list(models)[:3][-1]
-        seconds, times = max(1.0, self.seconds_left()), {}  # of a token, of those measured
-        while n not in times:
-            times[n] = self.time_step(models[n]) / tokens_per_step(models[n])
-            # It grows a little less than the parameters do.
-            estimates = {m: times[n] * (m / n) ** 0.85 for m in models} | times
-            enough = [m for m in models if seconds / estimates[m] >= self.enough_tokens(m)]
-            n = max(enough, default=min(models))
+        """Return the fields of the largest model that sees enough tokens, and a step's seconds.
+        Models are measured until the best estimate is a measured one."""
+        candidates = self.list_candidates()
+        sizes = [self.parameters(fields) for fields in candidates]
+        seconds = max(1.0, self.seconds_left())
+        measured = {}  # seconds of a token, by a candidate's index
+        i = 0 if "n_embd" in self.fixed else min(2, len(candidates) - 1)
+        while i not in measured:
+            measured[i] = self.time_step(candidates[i]) / tokens_per_step(candidates[i])
+            best = 0
+            for j, size in enumerate(sizes):
+                # It grows a little less than the parameters do.
+                estimate = measured[i] * (size / sizes[i]) ** 0.85
+                if seconds / measured.get(j, estimate) >= self.enough_tokens(size):
+                    best = j
+            i = best
         # A larger one that is hardly slower is better: bfloat16 pays from a width of 128 on.
-        n = max(m for m in times if times[m] <= 1.2 * times[n])
-        return models[n], times[n] * tokens_per_step(models[n])
+        i = max(j for j in measured if measured[j] <= 1.2 * measured[i])
+        return candidates[i], measured[i] * tokens_per_step(candidates[i])
+
+    def list_candidates(self) -> list[dict]:
+        """Return the fields of the models to choose from, by size: the smallest, and all others
+        that are not too large for the text."""
+        most = max(SHORT_TEXT_PARAMETERS, PARAMETERS_PER_TOKEN * self.train_tokens)
+        candidates = []
+        for n_layer, n_embd in SHAPES:
+            fields = self.fields_for(n_layer, n_embd)
+            fits = self.parameters(fields) <= most or not candidates
+            if fits and fields not in candidates:  # equal ones if sizes are given
+                candidates.append(fields)
+        return candidates
 
     def fields_for(self, n_layer: int, n_embd: int, tokens: float = 0) -> dict:
         """Return the fields of a model that sees so many tokens, or enough (0)."""
-        width = self.fixed.get("n_embd", n_embd)
-        heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
-        n_head = self.fixed.get("n_head", next(n for n in heads if width % n == 0))
-        fields = {"n_layer": n_layer, "n_head": n_head, "n_embd": width} | self.fixed
-        n = self.parameters(fields)
-        tokens = tokens or self.enough_tokens(n)
+        fields = {"n_layer": n_layer, "n_embd": n_embd} | self.fixed
+        n_parameters = self.parameters(fields)
+        tokens = tokens or self.enough_tokens(n_parameters)
         # Epochs times parameters per token of the text: how well it could be memorised.
-        memorisation = tokens / self.train_tokens * n / self.train_tokens
+        memorisation = tokens / self.train_tokens * n_parameters / self.train_tokens
+        decay = 0.1
+        if self.config.init_from == "scratch":
+            decay = round(min(0.8, 0.1 + memorisation / 1600), 2)
         tokens = min(tokens, ENOUGH_EPOCHS * self.train_tokens)  # later epochs do not count
-        block_size = 2 ** round(math.log2(max(64, tokens**0.6 / 72)))  # nearest power of two
-        fields["block_size"] = min(1024, block_size, self.longest)
-        fields["dropout"] = 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0
-        decay = 0.1 if self.config.init_from != "scratch" else 0.1 + memorisation / 1600
-        fields["weight_decay"] = round(min(0.8, decay), 2)
-        fields |= {"batch_size": 1, "gradient_accumulation_steps": self.processes.world_size}
-        fields |= self.fixed
-        if "batch_size" not in self.fixed:
-            sequences = max(1024, 9.3 * tokens**0.383) / tokens_per_step(fields)
-            fields["batch_size"] = 2 ** max(0, round(math.log2(sequences)))
-            while fields["batch_size"] > max(1, MICRO_BATCH_TOKENS // fields["block_size"]):
-                fields["batch_size"] //= 2
-                fields["gradient_accumulation_steps"] *= 2
+        block_size = nearest_power_of_two(max(64, tokens**0.6 / 72))
+        width = fields["n_embd"]
+        heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
+        defaults = {
+            "n_head": next(n for n in heads if width % n == 0),
+            "block_size": min(1024, block_size, self.longest),
+            "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
+            "weight_decay": decay,
+            "gradient_accumulation_steps": self.processes.world_size,
+        }
+        fields = defaults | fields
+        if "batch_size" not in fields:
+            self.set_batch(fields, max(1024, 9.3 * tokens**0.383))
         return fields | self.fixed
+
+    def set_batch(self, fields: dict, tokens: float):
+        """Set batch_size for steps of about so many tokens, and accumulate if it is too large:
+        8 sequences of 2048 tokens for 16,384 become micro-batches of 4, two for each process."""
+        fields["batch_size"] = 1
+        batch_size = nearest_power_of_two(tokens / tokens_per_step(fields))
+        most = max(1, MICRO_BATCH_TOKENS // fields["block_size"])
+        while batch_size > most:
+            batch_size //= 2
+            fields["gradient_accumulation_steps"] *= 2
+        fields["batch_size"] = batch_size
 
     def schedule(self, fields: dict, step: float) -> dict:
         """Return how many steps of `step` seconds fill the time with evaluations. eval_tokens is
         None if the last one covers the whole split, and those before a part (see eval_part)."""
-        step = 1.05 * step  # with its data and the log
-        seconds = max(step, self.seconds_left() - SAVING)
-        n = max(3, min(10, int(self.seconds_left() // 60)))  # evaluations
-        interval = self.fixed.get("eval_interval", seconds / step / n)
-        part = min(eval_part({"eval_interval": interval} | fields) or math.inf, self.val_tokens)
-        evaluation = evaluation_time(fields, step, part) + saving_time(self.parameters(fields))
-        n = max(1, min(n, int(seconds / 2 / evaluation)))
+        step_seconds = 1.05 * step  # with its data and the log
+        seconds = max(step_seconds, self.seconds_left() - SAVING)
+        n_evaluations = max(3, min(10, int(self.seconds_left() // 60)))
+        interval = self.fixed.get("eval_interval", seconds / step_seconds / n_evaluations)  # steps
+        part = eval_part({"eval_interval": interval} | fields)
+        eval_tokens = min(part or math.inf, self.val_tokens)
+        eval_seconds = evaluation_time(fields, step_seconds, eval_tokens)
+        eval_seconds += saving_time(self.parameters(fields))
         if "eval_interval" in self.fixed:
-            n = max(1.0, seconds / (interval * step + evaluation))
-        whole = evaluation_time(fields, step, self.val_tokens)
-        if part < self.val_tokens and "eval_tokens" not in self.fixed and whole < seconds / 5:
-            part = None
-            seconds -= whole
+            n_evaluations = max(1.0, seconds / (interval * step_seconds + eval_seconds))
+        else:
+            n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / eval_seconds)))
+        whole_seconds = evaluation_time(fields, step_seconds, self.val_tokens)
+        is_part = eval_tokens < self.val_tokens and "eval_tokens" not in self.fixed
+        if is_part and whole_seconds < seconds / 5:
+            eval_tokens = None
+            seconds -= whole_seconds
+        fitting = max(1, int((seconds - n_evaluations * eval_seconds) / step_seconds))
         most = most_steps(fields, self.train_tokens)
-        steps = max(1, int((seconds - n * evaluation) / step))
-        self.overfits = steps >= most
-        steps = min(steps, most)
-        return {"max_iters": steps, "eval_interval": math.ceil(steps / n), "eval_tokens": part}
+        self.overfits = fitting >= most
+        max_iters = min(fitting, most)
+        interval = math.ceil(max_iters / n_evaluations)
+        return {"max_iters": max_iters, "eval_interval": interval, "eval_tokens": eval_tokens}
 
-    def parameters(self, sizes: dict) -> int:
-        """Return about how many parameters a GPT of these sizes has."""
-        width = sizes["n_embd"]
-        return 12 * sizes["n_layer"] * width**2 + width * self.vocab_size
+    def parameters(self, fields: dict) -> int:
+        """Return about how many parameters a GPT with these fields has."""
+        width = fields["n_embd"]
+        return 12 * fields["n_layer"] * width**2 + width * self.vocab_size
 
     def enough_tokens(self, n_parameters: int) -> float:
         """Return how many tokens a model should see."""
         return min(TOKENS_PER_PARAMETER * n_parameters, ENOUGH_EPOCHS * self.train_tokens)
 
     def seconds_left(self) -> float:
+        """Return the seconds of config.minutes that are left, by the slowest process's clock."""
         spent = time.perf_counter() - threads.STARTED
         spent = self.processes.all_reduce_max(round(1e6 * spent)) / 1e6
         return 60 * self.config.minutes - spent - self.compiling
@@ -250,14 +310,18 @@ class Clock:
     speed of the machine: as many steps as fit, but none after which the run would overfit."""
 
     def __init__(self, config, data: Dataset, model, progress, processes):
-        self.config, self.progress, self.processes = config, progress, processes
+        self.config = config
+        self.progress = progress
+        self.processes = processes
         self.before = progress.seconds  # of earlier sessions
-        self.tokens, self.all_tokens = data.val_targets, len(data.val) - 1  # of evaluations
+        self.eval_tokens = data.val_targets
+        self.all_tokens = len(data.val) - 1  # of the last evaluation, if it covers the whole split
         self.n_parameters = sum(p.numel() for p in model.parameters())
         self.most = most_steps(vars(config), data.n_tokens)
         self.first_step = progress.step
         self.last_look = 0.0
-        self.newest, self.means = [], []  # seconds of steps, and the means of about ten
+        self.newest = []  # seconds of steps
+        self.means = []  # of about ten steps each
         self.evaluation = None  # seconds of the last one, with its checkpoint
 
     def seconds(self) -> float:
@@ -270,7 +334,7 @@ class Clock:
 
     def evaluation_time(self) -> float:
         """Return the seconds of an evaluation with its checkpoint."""
-        expected = evaluation_time(vars(self.config), self.step_time(), self.tokens)
+        expected = evaluation_time(vars(self.config), self.step_time(), self.eval_tokens)
         return self.evaluation or expected + saving_time(self.n_parameters)
 
     def left(self, step: int, last: int) -> float:
@@ -285,17 +349,18 @@ class Clock:
     def look(self, step: int) -> bool:
         """Note when step `step` begins. Return whether max_iters has changed, by the first
         process's clock."""
-        config, now = self.config, self.seconds()
+        now = self.seconds()
         elapsed = now - self.last_look
         self.last_look = self.progress.seconds = now
-        # The first one allocates, and compiles.
-        news = step > self.first_step + 1 and self.note(step, elapsed)
-        if not config.minutes:
+        if step <= self.first_step + 1 or not self.note(step, elapsed):
+            fitting = self.config.max_iters  # the first one allocates, and compiles
+        else:
+            fitting = self.fitting_steps(step, 60 * self.config.minutes - now)
+        if not self.config.minutes:
             return False
-        before = config.max_iters
-        fitting = self.fitting_steps(step, 60 * config.minutes - now) if news else before
-        config.max_iters = self.processes.all_reduce_max(fitting * self.processes.is_main)
-        return config.max_iters != before
+        before = self.config.max_iters
+        self.config.max_iters = self.processes.all_reduce_max(fitting * self.processes.is_main)
+        return self.config.max_iters != before
 
     def note(self, step: int, elapsed: float) -> bool:
         """Note the seconds of the step before `step`, or of that and its evaluation. Return whether

@@ -259,6 +259,13 @@ def test_a_size_that_does_not_fit_into_memory_is_not_planned(planner):
         planner.time_step(fields | {"n_embd": 64})
 
 
+@pytest.mark.parametrize("sizes", [{"n_embd": 768}, {"n_layer": 12, "n_embd": 768}])
+def test_a_given_size_is_planned_for_a_text_that_is_too_short_for_it(sizes):
+    """As that of --init_from=gpt2 is, or a vocabulary of 50,257 tokens alone."""
+    fields = Simulator(corpus(10_000, 50_257), 5, flops=1e13, **sizes).plan()
+    assert sizes.items() <= fields.items() and fields["max_iters"] > 10
+
+
 @pytest.mark.parametrize("room", [64, 128, 256])
 def test_the_largest_size_that_fits_is_planned(room):
     class SmallGPU(Simulator):
