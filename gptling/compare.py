@@ -102,9 +102,11 @@ def train(side: Side, seed: int, steps: int, left: str) -> list[dict]:
     """Train by the side's own train.py and return the log. It is kept, and returned again if the
     code, the flags, the presets and all prepared data are the same. left: the time, to print."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
-    files = [*filter(Path.is_file, map(Path, flags)), *sorted(Path("data").glob("*/meta.json"))]
-    key = repr((side.tree, flags, [file.read_bytes() for file in files]))
-    finished = OUT / f"{hashlib.sha256(key.encode()).hexdigest()}.jsonl"
+    files = [path for path in map(Path, flags) if path.is_file()]
+    files += sorted(Path("data").glob("*/meta.json"))
+    contents = [file.read_bytes() for file in files]
+    key = repr((side.tree, flags, contents)).encode()
+    finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
     if not finished.exists():
         print(f"seed {seed}: {side.name}, {steps} steps{left}")
         folder = OUT / side.name
@@ -114,20 +116,53 @@ def train(side: Side, seed: int, steps: int, left: str) -> list[dict]:
     return [json.loads(line) for line in finished.read_text("utf-8").splitlines()]
 
 
+def train_all(sides: list[Side], steps: dict[str, list[int]], seconds: set[float]) -> dict:
+    """Train each side with each seed, and return {side: [log of seed 1, log of seed 2, ...]}.
+    steps: in the same order, {side: [500, 500, ...]}; seconds: of all finished runs. A run that is
+    read again adds nothing."""
+    logs = {name: [] for name in steps}
+    n_seeds = len(steps[sides[0].name])
+    n_runs = n_seeds * (2 * len(sides) - 1)  # for both questions. The first side's are read again
+    for i in range(n_seeds):
+        for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
+            left = ""
+            if seconds:
+                minutes = math.ceil((n_runs - len(seconds)) * mean(seconds) / 60)
+                left = f", about {minutes} min left"
+            log = train(side, i + 1, steps[side.name][i], left)
+            logs[side.name].append(log)
+            seconds.add(log[-1]["seconds"])
+    return logs
+
+
 def step_time(log: list[dict]) -> float:
     """Return the mean time of a step in ms, after the first log line, which has the warm-up."""
     times = [line["ms"] for line in log if "ms" in line]
     return mean(times[1:] or times)
 
 
+def steps_in_the_same_time(logs: dict[str, list], n_steps: int) -> dict[str, list[int]]:
+    """Return how many steps each side has in the time of n_steps of the first one. Each seed has
+    its own ratio of times, so that the interval covers their spread."""
+    first, *_ = logs.values()
+    times = [n_steps * step_time(log) for log in first]
+    steps = {}
+    for name, runs in logs.items():
+        pairs = zip(times, runs, strict=True)
+        steps[name] = [max(1, round(time / step_time(log))) for time, log in pairs]
+    return steps
+
+
 def judge(differences: list[float], steps: list[int]) -> str:
     """Say what differences of losses show: the second side's minus the first's, seed by seed.
     steps: the second side's in the time of the first side's. They must agree to a tenth."""
-    n, difference = len(differences), mean(differences)
+    n = len(differences)
+    difference = mean(differences)
     if n == 1:
         return f"{difference:+.4f} bits per byte with one seed, which cannot say if that is luck"
     t = T_QUANTILES[min(n - 1, len(T_QUANTILES)) - 1]  # of more seeds the interval is too wide
-    half, size = t * stdev(differences) / math.sqrt(n), abs(difference)
+    half = t * stdev(differences) / math.sqrt(n)
+    size = abs(difference)
     interval = f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte"
     if max(steps) > 1.1 * min(steps):
         return f"the times vary too much to say ({interval}): delete {OUT} and try again"
@@ -135,6 +170,19 @@ def judge(differences: list[float], steps: list[int]) -> str:
         return f"no difference that {n} seeds can show ({interval}, negative is better)"
     verdict = "better" if difference < 0 else "worse"
     return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
+
+
+def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
+    """Print the mean loss of each side, and how each compares with the first one."""
+    losses = {name: [log[-1]["bits_per_byte"] for log in runs] for name, runs in logs.items()}
+    for name, values in losses.items():
+        size = f"{logs[name][0][-1]['parameters']:,} parameters, {mean(steps[name]):.0f} steps"
+        print(f"{name}: {size}, {mean(values):.3f} bits per byte")
+    first, *others = losses
+    for name in others:
+        pairs = zip(losses[first], losses[name], strict=True)
+        differences = [loss - before for before, loss in pairs]
+        print(f"{name} against {first} {question}: {judge(differences, steps[name])}")
 
 
 def draw_curves(logs: dict[str, list]):
@@ -158,31 +206,17 @@ def main():
     OUT.mkdir(parents=True, exist_ok=True)
     _lock = lock_directory(OUT)  # until this process ends
     sides = make_sides(config.patches, argv[end + 1 :], shlex.split(config.prepare))
-    names = [side.name for side in sides]
-    said = execute(sys.executable, OUT / names[0] / "steps.py", *sides[0].flags)
-    n = int(said.splitlines()[-1])  # after what load prints
-    steps = {name: [n] * config.seeds for name in names}
+    printed = execute(sys.executable, OUT / sides[0].name / "steps.py", *sides[0].flags)
+    n_steps = int(printed.splitlines()[-1])  # after what load prints
     seconds = set()
-    left = ""
-    for question in f"after {n} steps", f"in the time of {n} steps":
-        logs = {name: [] for name in names}
-        for i in range(config.seeds):
-            for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
-                log = train(side, i + 1, steps[side.name][i], left)
-                logs[side.name].append(log)
-                seconds.add(log[-1]["seconds"])  # once for the first side's, which are read twice
-                n_left = config.seeds * (2 * len(sides) - 1) - len(seconds)
-                left = f", about {math.ceil(n_left * mean(seconds) / 60)} min left"
-        losses = {name: [log[-1]["bits_per_byte"] for log in logs[name]] for name in names}
-        for name in names:
-            size = f"{logs[name][0][-1]['parameters']:,} parameters, {mean(steps[name]):.0f} steps"
-            print(f"{name}: {size}, {mean(losses[name]):.3f} bits per byte")
-        for name in names[1:]:
-            differences = [b - a for a, b in zip(losses[names[0]], losses[name], strict=True)]
-            print(f"{name} against {names[0]} {question}: {judge(differences, steps[name])}")
-        for name in names:  # each seed has its own ratio, so that the interval covers their spread
-            times = zip(map(step_time, logs[names[0]]), map(step_time, logs[name]), strict=True)
-            steps[name] = [max(1, round(n * first / its)) for first, its in times]
+
+    steps = {side.name: [n_steps] * config.seeds for side in sides}
+    logs = train_all(sides, steps, seconds)
+    report(logs, steps, f"after {n_steps} steps")
+
+    steps = steps_in_the_same_time(logs, n_steps)
+    logs = train_all(sides, steps, seconds)
+    report(logs, steps, f"in the time of {n_steps} steps")
     if find_spec("matplotlib"):
         draw_curves(logs)
 
