@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from io import TextIOWrapper
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -107,26 +107,37 @@ def progress_bar(total: int, **options) -> tqdm:
 def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
     """Return an instance of the dataclass `cls`, and {name: value} of what presets and flags say,
     the last one first. presets: the words before the first flag are. Raises UserError."""
-    words, hints = sys.argv[1:] if argv is None else argv, get_type_hints(cls)
-    names = list(takewhile(lambda word: word[:1] != "-", words)) if presets else []
-    settings = list(chain.from_iterable(read_preset(name).items() for name in names))
-    flags = [f"--{key}={value}" for key, value in settings]
-    for word in words[len(names) :]:
-        if word.lower() in BOOLEANS and re.match("--[^=]+$", "".join(flags[-1:])):
-            word = f"{flags.pop()}={word}"
-        flags.append(word)
-    parsed = [parse_flag(flag, hints) for flag in flags]
+    words = list(sys.argv[1:] if argv is None else argv)
+    hints = get_type_hints(cls)
+    settings = []  # (name, value) of all presets
+    while presets and words and words[0][:1] != "-":
+        settings += read_preset(words.pop(0)).items()
+    by_preset = [parse_flag(f"--{name}={value}", hints) for name, value in settings]
+    by_flag = [parse_flag(flag, hints) for flag in join_booleans(words)]
     config = tyro.cli(
         cls,
-        args=list(chain.from_iterable(words for _, words in parsed)),
+        args=list(chain.from_iterable(words for _, words in by_preset + by_flag)),
         description=description.partition("References:")[0].strip(),
         use_underscores=True,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
     )
-    flags = [name for name, _ in parsed[len(settings) :]]
-    by_flag = {name: getattr(config, name) for name in flags if name in hints}
-    vars(config).update(scaled_min_lr(dict(settings), by_flag))
-    return config, {name: getattr(config, name) for name, _ in reversed(parsed) if name in hints}
+
+    def values(parsed):
+        return {name: getattr(config, name) for name, _ in reversed(parsed) if name in hints}
+
+    vars(config).update(scaled_min_lr(dict(settings), values(by_flag)))
+    return config, values(by_preset + by_flag)
+
+
+def join_booleans(words: list[str]) -> list[str]:
+    """Return ["--loud=true", "--name", "x"] for ["--loud", "true", "--name", "x"]."""
+    flags = []
+    for word in words:
+        if word.lower() in BOOLEANS and flags and re.match("--[^=]+$", flags[-1]):
+            flags[-1] += f"={word}"
+        else:
+            flags.append(word)
+    return flags
 
 
 def scaled_min_lr(before: dict[str, Any], given: dict[str, Any]) -> dict[str, float]:
@@ -180,7 +191,8 @@ def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
 def check_numbers(config: Any):
     """Raise ValueError for a number that is negative or NaN, a PositiveInt of 0, a Share over 1."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value, lowest = getattr(config, name), 1 if "at least 1" in str(hint) else 0
+        value = getattr(config, name)
+        lowest = 1 if "at least 1" in str(hint) else 0
         if isinstance(value, int | float) and not value >= lowest:  # which NaN is not, either
             raise ValueError(f"--{name}={value}: must be at least {lowest}")
         if "at most 1" in str(hint) and (value or 0) > 1:
