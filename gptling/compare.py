@@ -48,11 +48,11 @@ class CompareConfig:
 def execute(*command: str | Path) -> str:
     """Run a program and return the last line that it prints. A terminal shows the newest one. If
     the program fails, exit with its last lines."""
-    environment = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}  # yours stays as it is
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
+    options["env"] = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}  # yours stays as it is
     bar = progress_bar(1, bar_format="{desc}{bar}")  # which cuts a line to the terminal's width
     lines = [""]
-    with subprocess.Popen(command, env=environment, **pipe) as process:
+    with subprocess.Popen(command, **options) as process:
         try:
             for line in process.stdout:
                 lines.append(line)
@@ -90,17 +90,18 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
     if not patches and sides[0].tree == sides[1].tree:
         raise UserError("nothing has changed since the last commit: edit model.py or train.py")
     for patch in map(Path, patches):
-        own = re.findall(r"^# (flags|prepare):(.*)$", patch.read_text("utf-8"), re.M)
-        more = {"flags": [], "prepare": []} | {key: words.split() for key, words in own}
+        own = dict(re.findall(r"^# (flags|prepare):(.*)$", patch.read_text("utf-8"), re.M))
+        own_flags = own.get("flags", "").split()
+        own_prepare = own.get("prepare", "").split()
         execute("git", "apply", "--cached", patch)
-        sides.append(make_side(patch.stem, flags + more["flags"], prepare + more["prepare"]))
+        sides.append(make_side(patch.stem, flags + own_flags, prepare + own_prepare))
         execute("git", "apply", "--cached", "--reverse", patch)
     return sides
 
 
-def train(side: Side, seed: int, steps: int, left: str) -> list[dict]:
+def train(side: Side, seed: int, steps: int, left: float) -> list[dict]:
     """Train by the side's own train.py and return the log. It is kept, and returned again if the
-    code, the flags, the presets and all prepared data are the same. left: the time, to print."""
+    code, the flags, the presets and all prepared data are the same. left: seconds, to print."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
     files = [path for path in map(Path, flags) if path.is_file()]
     files += sorted(Path("data").glob("*/meta.json"))
@@ -108,7 +109,8 @@ def train(side: Side, seed: int, steps: int, left: str) -> list[dict]:
     key = repr((side.tree, flags, contents)).encode()
     finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
     if not finished.exists():
-        print(f"seed {seed}: {side.name}, {steps} steps{left}")
+        remaining = f", about {math.ceil(left / 60)} min left" if left else ""
+        print(f"seed {seed}: {side.name}, {steps} steps{remaining}")
         folder = OUT / side.name
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
@@ -125,10 +127,7 @@ def train_all(sides: list[Side], steps: dict[str, list[int]], seconds: set[float
     n_runs = n_seeds * (2 * len(sides) - 1)  # for both questions. The first side's are read again
     for i in range(n_seeds):
         for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
-            left = ""
-            if seconds:
-                minutes = math.ceil((n_runs - len(seconds)) * mean(seconds) / 60)
-                left = f", about {minutes} min left"
+            left = (n_runs - len(seconds)) * mean(seconds or [0.0])
             log = train(side, i + 1, steps[side.name][i], left)
             logs[side.name].append(log)
             seconds.add(log[-1]["seconds"])
@@ -174,10 +173,12 @@ def judge(differences: list[float], steps: list[int]) -> str:
 
 def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
     """Print the mean loss of each side, and how each compares with the first one."""
-    losses = {name: [log[-1]["bits_per_byte"] for log in runs] for name, runs in logs.items()}
-    for name, values in losses.items():
-        size = f"{logs[name][0][-1]['parameters']:,} parameters, {mean(steps[name]):.0f} steps"
-        print(f"{name}: {size}, {mean(values):.3f} bits per byte")
+    losses = {}
+    for name, runs in logs.items():
+        losses[name] = [log[-1]["bits_per_byte"] for log in runs]
+        n_parameters = runs[0][-1]["parameters"]
+        size = f"{n_parameters:,} parameters, {mean(steps[name]):.0f} steps"
+        print(f"{name}: {size}, {mean(losses[name]):.3f} bits per byte")
     first, *others = losses
     for name in others:
         pairs = zip(losses[first], losses[name], strict=True)
@@ -192,8 +193,10 @@ def draw_curves(logs: dict[str, list]):
     axes = Figure(layout="constrained").add_subplot(xlabel="seconds", ylabel="bits per byte")
     for number, (name, runs) in enumerate(logs.items()):
         for log in runs:
-            points = [(e["seconds"], e["bits_per_byte"]) for e in log if "val_loss" in e]
-            axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}")
+            evaluations = [entry for entry in log if "val_loss" in entry]
+            seconds = [entry["seconds"] for entry in evaluations]
+            losses = [entry["bits_per_byte"] for entry in evaluations]
+            axes.plot(seconds, losses, "o-", color=f"C{number}")
         axes.lines[-1].set_label(name)
     axes.legend()
     axes.figure.savefig(OUT / "curves.png")
