@@ -106,8 +106,9 @@ def train(side: Side, seed: int, steps: int, left: float) -> list[dict]:
     files = [path for path in map(Path, flags) if path.is_file()]
     files += sorted(Path("data").glob("*/meta.json"))
     contents = [file.read_bytes() for file in files]
-    key = repr((side.tree, flags, contents)).encode()
-    finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
+    key = repr((side.tree, flags, contents))
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    finished = OUT / f"{digest}.jsonl"
     if not finished.exists():
         remaining = f", about {math.ceil(left / 60)} min left" if left else ""
         print(f"seed {seed}: {side.name}, {steps} steps{remaining}")
@@ -115,7 +116,8 @@ def train(side: Side, seed: int, steps: int, left: float) -> list[dict]:
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
         shutil.copy(folder / "run" / "log.jsonl", finished)
-    return [json.loads(line) for line in finished.read_text("utf-8").splitlines()]
+    lines = finished.read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def train_all(sides: list[Side], steps: dict[str, list[int]], seconds: set[float]) -> dict:
@@ -127,7 +129,8 @@ def train_all(sides: list[Side], steps: dict[str, list[int]], seconds: set[float
     n_runs = n_seeds * (2 * len(sides) - 1)  # for both questions. The first side's are read again
     for i in range(n_seeds):
         for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
-            left = (n_runs - len(seconds)) * mean(seconds or [0.0])
+            n_left = n_runs - len(seconds)
+            left = n_left * mean(seconds or [0.0])
             log = train(side, i + 1, steps[side.name][i], left)
             logs[side.name].append(log)
             seconds.add(log[-1]["seconds"])
@@ -147,8 +150,10 @@ def steps_in_the_same_time(logs: dict[str, list], n_steps: int) -> dict[str, lis
     times = [n_steps * step_time(log) for log in first]
     steps = {}
     for name, runs in logs.items():
-        pairs = zip(times, runs, strict=True)
-        steps[name] = [max(1, round(time / step_time(log))) for time, log in pairs]
+        steps[name] = []
+        for time, log in zip(times, runs, strict=True):
+            fitting = round(time / step_time(log))
+            steps[name].append(max(1, fitting))
     return steps
 
 
@@ -159,8 +164,9 @@ def judge(differences: list[float], steps: list[int]) -> str:
     difference = mean(differences)
     if n == 1:
         return f"{difference:+.4f} bits per byte with one seed, which cannot say if that is luck"
-    t = T_QUANTILES[min(n - 1, len(T_QUANTILES)) - 1]  # of more seeds the interval is too wide
-    half = t * stdev(differences) / math.sqrt(n)
+    freedom = min(n - 1, len(T_QUANTILES))  # of more seeds the interval is too wide
+    standard_error = stdev(differences) / math.sqrt(n)
+    half = T_QUANTILES[freedom - 1] * standard_error
     size = abs(difference)
     interval = f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte"
     if max(steps) > 1.1 * min(steps):
@@ -209,7 +215,9 @@ def main():
     OUT.mkdir(parents=True, exist_ok=True)
     _lock = lock_directory(OUT)  # until this process ends
     sides = make_sides(config.patches, argv[end + 1 :], shlex.split(config.prepare))
-    printed = execute(sys.executable, OUT / sides[0].name / "steps.py", *sides[0].flags)
+    first = sides[0]
+    script = OUT / first.name / "steps.py"
+    printed = execute(sys.executable, script, *first.flags)
     n_steps = int(printed.splitlines()[-1])  # after what load prints
     seconds = set()
 
