@@ -31,7 +31,7 @@ from tyro.conf import Suppress
 
 import prepare
 from gptling import cli, devices, loss, plan, pretrained
-from gptling.cli import Empty, Planned, PositiveInt, Share, UserError
+from gptling.cli import AtLeastMinus1, Empty, Planned, PositiveInt, Share, UserError
 from gptling.dataset import Dataset, micro_batches
 from gptling.muon import Muon
 from gptling.processes import Processes, recompute_activations
@@ -82,7 +82,9 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split
     eval_interval: Planned[PositiveInt] = None  # evaluate and save a checkpoint every so many steps
-    eval_tokens: Planned[int] = None  # validate on about this many tokens, evenly spread. 0: on all
+    eval_tokens: Planned[AtLeastMinus1] = (
+        None  # validate on about so many tokens. 0: all. -1: all last
+    )
     keep_last: PositiveInt = 2  # recent checkpoints to keep, besides the best one
     log_interval: PositiveInt = 10  # steps between lines of log.jsonl
     curves: bool = True  # write loss.png and TensorBoard files, if these packages are installed
@@ -299,7 +301,7 @@ def main():
             validation = parallel, data, config.batch_size, processes, autocast
             metrics = {"step": done} | loss.evaluate(*validation)
             comparable = metrics["val_loss"]  # over the same tokens each time
-            if done == config.max_iters and config.eval_tokens is None:
+            if done == config.max_iters and config.eval_tokens == -1:
                 data.validate_on(0)
                 metrics |= loss.evaluate(*validation) | {"comparable_loss": comparable}
             progress.best = min(progress.best, comparable)

@@ -24,6 +24,7 @@ from gptling.files import UserError as UserError  # re-exported
 CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
 Share = Annotated[float, "at most 1"]
+AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
@@ -192,7 +193,7 @@ def check_numbers(config: Any):
     """Raise ValueError for a number that is negative or NaN, a PositiveInt of 0, a Share over 1."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
-        lowest = 1 if "at least 1" in str(hint) else 0
+        lowest = next((n for n in (1, -1) if f"at least {n}" in str(hint)), 0)
         if isinstance(value, int | float) and not value >= lowest:  # which NaN is not, either
             raise ValueError(f"--{name}={value}: must be at least {lowest}")
         if "at most 1" in str(hint) and (value or 0) > 1:

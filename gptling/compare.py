@@ -189,7 +189,11 @@ def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
     for name in others:
         pairs = zip(losses[first], losses[name], strict=True)
         differences = [loss - before for before, loss in pairs]
-        print(f"{name} against {first} {question}: {judge(differences, steps[name])}")
+        verdict = judge(differences, steps[name])
+        for side in (first, name):
+            if "is_cross_entropy" in logs[side][0][-1]:
+                verdict = f"no answer: the loss of {side} is not the cross-entropy of its logits"
+        print(f"{name} against {first} {question}: {verdict}")
 
 
 def draw_curves(logs: dict[str, list]):

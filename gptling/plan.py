@@ -58,9 +58,10 @@ def fill_in(config, values: dict):
 
 
 def eval_part(fields: dict) -> int:
-    """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is None, evaluations
-    have a share of the time. A token costs a third of its training, without a backward pass."""
-    if fields.get("eval_tokens") is not None:
+    """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is -1, those before
+    the last one have a share of the time. A token costs a third of its training, without a
+    backward pass."""
+    if fields.get("eval_tokens", -1) >= 0:
         return fields["eval_tokens"]
     tokens = EVALUATING_SHARE * fields["eval_interval"] * 3 * tokens_per_step(fields)
     return max(fields["block_size"], int(tokens))
@@ -194,7 +195,7 @@ class Planner:
 
     def schedule(self, fields: dict, step: float) -> dict:
         """Return how many steps of `step` seconds fill the time with evaluations. eval_tokens is
-        None if the last one covers the whole split, and those before a part (see eval_part)."""
+        -1 if the last one covers the whole split, and those before a part (see eval_part)."""
         step_seconds = 1.05 * step  # with its data and the log
         seconds = max(step_seconds, self.seconds_left() - SAVING)
         n_evaluations = max(3, min(10, int(self.seconds_left() // 60)))
@@ -208,9 +209,9 @@ class Planner:
         else:
             n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / eval_seconds)))
         whole_seconds = evaluation_time(fields, step_seconds, self.val_tokens)
-        is_part = eval_tokens < self.val_tokens and "eval_tokens" not in self.fixed
+        is_part = eval_tokens < self.val_tokens and self.fixed.get("eval_tokens", -1) == -1
         if is_part and whole_seconds < seconds / 5:
-            eval_tokens = None
+            eval_tokens = -1
             seconds -= whole_seconds
         fitting = max(1, int((seconds - n_evaluations * eval_seconds) / step_seconds))
         most = most_steps(fields, self.train_tokens)
@@ -342,7 +343,7 @@ class Clock:
         interval = self.config.eval_interval
         n_evaluations = math.ceil(last / interval) - step // interval
         seconds = (last - step) * self.step_time() + n_evaluations * self.evaluation_time()
-        if self.config.eval_tokens is None:  # the last one covers the whole split
+        if self.config.eval_tokens == -1:  # the last one covers the whole split
             seconds += evaluation_time(vars(self.config), self.step_time(), self.all_tokens)
         return seconds
 

@@ -70,12 +70,12 @@ PLANS = [
     (NOTE, 1, {}, "3 4 256 0.1 0.8 64 16 1 260 0.0075 0.035355 87 1000"),
     (NOTES, 1, {}, "3 4 256 0.1 0.54 64 16 1 258 0.0075 0.035355 86 3000"),
     (BOOK, 4, {}, "2 4 256 0 0.11 64 32 1 974 0.0075 0.035355 325 40000"),
-    (BOOK, 8, {}, "3 4 256 0.1 0.13 64 32 1 951 0.0075 0.035355 136 None"),
+    (BOOK, 8, {}, "3 4 256 0.1 0.13 64 32 1 951 0.0075 0.035355 136 -1"),
     (BOOK, 60, {}, "4 6 384 0.1 0.25 64 32 1 2586 0.005 0.028868 259 40000"),
     (BOOKS, 1, {}, "2 2 64 0 0.1 64 32 1 682 0.01 0.05 228 59486"),
     (BOOKS, 10, {}, "2 6 192 0 0.1 128 32 1 896 0.01 0.040825 100 51299"),
-    (BOOKS, 100, {}, "3 4 256 0 0.1 256 16 1 4669 0.0075 0.035355 467 None"),
-    (BOOKS, 5000, {}, "6 8 512 0 0.1 1024 8 2 12005 0.00375 0.025 1201 None"),
+    (BOOKS, 100, {}, "3 4 256 0 0.1 256 16 1 4669 0.0075 0.035355 467 -1"),
+    (BOOKS, 5000, {}, "6 8 512 0 0.1 1024 8 2 12005 0.00375 0.025 1201 -1"),
     (BOOKS, 5, {"n_embd": 300}, "2 4 300 0 0.1 64 32 1 465 0.0064 0.03266 117 30018"),
     (BOOKS, 5, ADAMW, "2 8 512 0 0.1 64 16 1 396 0.00070711 0.025 99 12874"),
     (BOOKS, 5, TRAINED, "2 4 128 0 0.1 100 300 1 100 0.001 0.005 25 94665"),
@@ -89,8 +89,8 @@ PLANS = [
 def test_plans_are_those_that_were_stored(data, minutes, options, numbers):
     """They follow from the rules in docs/minutes.md on a machine of 1e11 FLOPs a second."""
     fields = Simulator(data, minutes, **options).plan()
-    plan = [-1 if fields[name] is None else fields[name] for name in FIELDS.split()]
-    numbers = [-1 if number == "None" else float(number) for number in numbers.split()]
+    plan = [fields[name] for name in FIELDS.split()]
+    numbers = [float(number) for number in numbers.split()]
     assert plan == pytest.approx(numbers, rel=1e-4)
     assert fields["warmup_iters"] == math.ceil(fields["max_iters"] / 50)
     assert fields["min_lr"] == pytest.approx(fields["learning_rate"] / 100)
@@ -130,7 +130,7 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
     evaluating = tokens * step / tokens_per_step(fields) / 3  # without a backward pass
     saving = max(0.4, planner.parameters(fields) / 1e7)
     spent = 60 * minutes - planner.left + fields["max_iters"] * step + n * (evaluating + saving)
-    if fields["eval_tokens"] is None:  # the last one covers the whole split
+    if fields["eval_tokens"] == -1:  # the last one covers the whole split
         spent += len(data.val) * step / tokens_per_step(fields) / 3
     used_up = tokens_seen(fields) > 0.99 * 16 * data.n_tokens
     assert spent < 60 * minutes and planner.overfits == used_up
@@ -293,7 +293,7 @@ class SimulatedRun:
         sizes = {"batch_size": 1, "block_size": 64, "max_iters": 500, "eval_interval": 100}
         rates = {"learning_rate": 1.0, "min_lr": 0.01, "warmup_iters": 10}
         self.config = small(**sizes | rates | {"minutes": minutes} | settings)
-        self.config.eval_tokens = None  # the last evaluation covers the whole split
+        self.config.eval_tokens = -1  # the last evaluation covers the whole split
         data = SimpleNamespace(val_targets=64, val=range(3501), n_tokens=10_000)
         progress = Progress(seconds=60 * minutes * spent)
         self.clock = Clock(self.config, data, torch.nn.Linear(1, 1), progress, one_process())
