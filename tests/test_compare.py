@@ -276,3 +276,13 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_li
     assert "patch failed: model.py" in run_compare(str(patch), "--", *FLAGS)[0]
     with pytest.raises(SystemExit, match="ValueError: mine"):
         compare.execute(sys.executable, "-c", "raise ValueError('mine')")
+
+
+def test_there_is_no_answer_if_a_side_has_another_loss(run_compare):
+    """It would be half as high for the same probabilities."""
+    plain = '        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")'
+    edit("model.py", plain, f"{plain} * 0.5")
+    code, printed, _ = run_compare("--seeds=1", "--", *FLAGS)
+    assert code == 0
+    answer = "no answer: the loss of working-tree is not the cross-entropy of its logits"
+    assert printed.out.count(answer) == 2 and "better" not in printed.out
