@@ -53,8 +53,6 @@ def hide_padding(mask, padding_mask):
     gradient stay finite: what it gets is then multiplied by has_key."""
     hidden = False if mask.dtype == torch.bool else -math.inf
     if padding_mask is not None:
-        if padding_mask.dtype != torch.bool:
-            raise TypeError(f"padding_mask is {padding_mask.dtype}: bool, True = may attend")
         mask = mask.masked_fill(~padding_mask[:, None, None, :], hidden)
     has_key = (mask != hidden).any(dim=-1, keepdim=True)
     return mask.masked_fill(~has_key, 1), has_key
@@ -79,8 +77,10 @@ class MultiHeadAttention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         require(d_out % n_head == 0, f"d_out={d_out} is not divisible by n_head={n_head}")
-        self.block_size, self.n_head = block_size, n_head
-        self.causal, self.dropout = causal, dropout
+        self.block_size = block_size
+        self.n_head = n_head
+        self.causal = causal
+        self.dropout = dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
         self.c_attn.weight.matrices = [d_out, d_out, d_out]  # three matrices stacked, for Muon
         # copy.deepcopy, AveragedModel and load_state_dict(assign=True) lose it: set it again.
@@ -89,12 +89,11 @@ class MultiHeadAttention(nn.Module):
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
 
     def forward(self, x, context=None, *, padding_mask=None, cache=None):
-        """x (B, T, d_in) to (B, T, d_out).
+        """x (B, T, d_in) to (B, T, d_out). Raises ValueError for more than block_size tokens.
 
         context (B, S, d_in): where keys and values come from. x itself if not given.
         padding_mask (B, S) bool: False hides a key. A query without any key gets c_proj's bias.
-        cache, without context: keys and values of earlier calls, before those of x. S counts both.
-        Raises ValueError for a sequence longer than block_size, TypeError for a mask not bool."""
+        cache, without context: keys and values of earlier calls, before x's. S counts both."""
         past = 0 if cache is None else cache.length  # keys before that of the first query
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs); of a context k, v (B, nh, S, hs)
         if cache is not None:
@@ -102,7 +101,8 @@ class MultiHeadAttention(nn.Module):
         options, has_key = self.mask_options(q, k, past, padding_mask)
         dropout_p = self.dropout if self.training else 0.0
         y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)
-        y = y if has_key is None else y * has_key
+        if has_key is not None:
+            y = y * has_key
         y = y.transpose(1, 2).flatten(2)  # (B, T, d_out): heads side by side
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -112,8 +112,11 @@ class MultiHeadAttention(nn.Module):
         q, k, _ = self.project(x, context)
         causal = self.causal_mask[None, None, : q.size(2), : k.size(2)]
         mask, has_key = hide_padding(self.mask(causal, 0), padding_mask)
-        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, S)
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        scores = q @ k.mT / math.sqrt(q.size(-1))  # (B, nh, T, S)
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -math.inf)
+        else:
+            scores = scores + mask
         return scores.softmax(dim=-1) * has_key
 
     def project(self, x, context=None, past=0):
@@ -137,22 +140,22 @@ class MultiHeadAttention(nn.Module):
         """Return the kernel's arguments that hide keys, and has_key (see hide_padding) or None."""
         causal = self.causal_mask[None, None, past : past + q.size(2), : k.size(2)]  # (1, 1, T, S)
         mask = self.mask(causal, past)
-        plain = mask is causal and padding_mask is None and self.has_plain_mask()
-        if plain and past == 0:
-            return {"is_causal": self.causal}, None  # the kernel's own mask, which is faster
-        if plain and q.size(2) == 1:
-            return {}, None  # a single query after others attends to all keys
+        if mask is causal and padding_mask is None and self.has_plain_mask():
+            if past == 0:
+                return {"is_causal": self.causal}, None  # the kernel's own mask, which is faster
+            if q.size(2) == 1:  # the newest token attends to all keys
+                return {}, None
         mask, has_key = hide_padding(mask, padding_mask)
         return {"attn_mask": mask}, has_key
 
     def has_plain_mask(self) -> bool:
         """Whether causal_mask is a triangle, or all True, as the kernel's own masks are."""
         mask = self.causal_mask
-        if getattr(mask, "checked", None) != mask._version:  # a new or changed buffer
+        if getattr(mask, "checked_version", None) != mask._version:  # a new or edited buffer
             plain = torch.ones_like(mask)
-            mask.plain = torch.equal(mask, plain.tril() if self.causal else plain)
-            mask.checked = mask._version
-        return mask.plain
+            mask.is_plain = torch.equal(mask, plain.tril() if self.causal else plain)
+            mask.checked_version = mask._version
+        return mask.is_plain
 
     # torch.compile calls it once and keeps the answer. @torch.compiler.assume_constant_result sets
     # the same mark, but imports the whole compiler.
@@ -165,14 +168,16 @@ class KVCache:
 
     def __init__(self, dtype: torch.dtype | None = None):
         self.k = self.v = None  # (B, nh, block_size, hs); values may be wider than keys
-        self.dtype, self.length = dtype, 0
+        self.dtype = dtype
+        self.length = 0
 
     def append(self, k: torch.Tensor, v: torch.Tensor, block_size: int):
         """Store k and v (B, nh, T, hs). Return all so far, two tensors (B, nh, S, hs)."""
         if self.k is None:
             self.k = k.new_empty(*k.shape[:2], block_size, k.size(3), dtype=self.dtype)
             self.v = v.new_empty(*v.shape[:2], block_size, v.size(3), dtype=self.dtype)
-        start, self.length = self.length, self.length + k.size(2)
+        start = self.length
+        self.length += k.size(2)
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
@@ -221,12 +226,12 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
     if temperature == 0:
         best = F.one_hot(logits.argmax(dim=-1), logits.size(-1))
         return best + 0 * logits.amax(dim=-1, keepdim=True)  # NaN stays NaN
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)  # at most 0
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0
     if 0 < top_k < logits.size(-1):
         logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        drop = probs.cumsum(dim=-1) - probs >= max(top_p, 1e-30)  # the likelier ones suffice
+        drop = probs.cumsum(dim=-1) - probs >= top_p  # the likelier ones suffice
         logits[drop.scatter(-1, order, drop)] = -math.inf
     if min_p > 0:
         logits[logits < math.log(min_p)] = -math.inf  # the best has 0
@@ -291,18 +296,19 @@ class GPT(nn.Module):
     def init_weights(self) -> list[str]:
         """Draw weights from N(0, 0.02), set biases to 0, and scale layers that write into the
         residual stream by 1 / sqrt(2 n_layer), so that its variance does not grow with depth
-        (GPT-2, section 2.3). 0.02 is for a width of 768: linear layers in blocks have 0.02 sqrt(768
-        / C). Norms and the parameters whose names are returned stay as __init__ made them."""
-        C, V, n_layer = self.config.n_embd, self.config.vocab_size, self.config.n_layer
-        linear_std = 0.02 * math.sqrt(768 / C)
+        (GPT-2, section 2.3). 0.02 is for a width of 768: layers in blocks have 0.02 sqrt(768 / C).
+        Norms and the parameters whose names are returned stay as __init__ made them."""
+        C = self.config.n_embd
+        block_std = 0.02 * math.sqrt(768 / C)
         # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
-        token_std = min(0.02, math.sqrt(0.03 * math.log(V) / C))  # of embeddings, output layers
-        in_blocks = {module for module in self.h.modules() if isinstance(module, nn.Linear)}
+        token_std = min(0.02, math.sqrt(0.03 * math.log(self.config.vocab_size) / C))
+        in_blocks = set(self.h.modules())
         known = set()
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding | nn.Linear):
-                std = linear_std if module in in_blocks else token_std
-                std = std / math.sqrt(2 * n_layer) if name.endswith("c_proj") else std
+                std = block_std if module in in_blocks else token_std
+                if name.endswith("c_proj"):
+                    std /= math.sqrt(2 * self.config.n_layer)
                 if module.weight not in known:  # else it is tied to an embedding
                     nn.init.normal_(module.weight, mean=0.0, std=std)
                 if getattr(module, "bias", None) is not None:
@@ -351,16 +357,19 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x[:, -1:] if last_only else x), None
         if self.loss_in_pieces is not None:
-            logits, losses = None, self.loss_in_pieces(self.logits, self.losses, x, targets)
+            logits = None
+            losses = self.loss_in_pieces(self.logits, self.losses, x, targets)
         else:
             logits = self.logits(x)
             losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)
-        return logits, losses.sum() / (targets != -100).sum().clamp(min=1)
+        n_targets = (targets != -100).sum().clamp(min=1)
+        return logits, losses.sum() / n_targets
 
     def next_logits(self, idx, padding_mask=None, cache=None):
         """Logits (B, V) in float32 for the token after each row: the next step of decoding, which
         computes only the tokens in idx and takes those before from the cache."""
-        return self(idx, padding_mask=padding_mask, cache=cache, last_only=True)[0][:, -1].float()
+        logits, _ = self(idx, padding_mask=padding_mask, cache=cache, last_only=True)
+        return logits[:, -1].float()
 
     @torch.no_grad()
     def generate(
@@ -375,18 +384,21 @@ class GPT(nn.Module):
         require(idx.size(1) > 0, "idx has no tokens: start from end-of-text or a newline")
         block_size = self.config.block_size
         idx = idx[:, -block_size:]
-        mask = None if padding_mask is None else padding_mask[:, -block_size:]  # (B, T)
+        if padding_mask is not None:
+            padding_mask = padding_mask[:, -block_size:]
         new, cache = idx, self.new_cache()
         for _ in range(max_new_tokens):
-            logits = self.next_logits(new, mask, cache).masked_fill(~self.valid_tokens, -math.inf)
+            logits = self.next_logits(new, padding_mask, cache)  # (B, V)
+            logits = logits.masked_fill(~self.valid_tokens, -math.inf)
             probs = next_token_probs(logits, temperature, top_k, top_p, min_p)
             token = sample_token(probs, generator)
             yield token
             new = token[:, None]
             idx = torch.cat([idx, new], dim=1)
-            mask = None if mask is None else F.pad(mask, (0, 1), value=True)
+            if padding_mask is not None:
+                padding_mask = F.pad(padding_mask, (0, 1), value=True)
             if idx.size(1) > block_size:
-                idx, mask = slide_window(idx, mask, block_size)
+                idx, padding_mask = slide_window(idx, padding_mask, block_size)
                 new, cache = idx, self.new_cache()
 
     def new_cache(self) -> list[KVCache]:

@@ -182,7 +182,7 @@ def test_hidden_keys_do_not_matter_and_padded_queries_get_zeros():
 
 
 def test_a_mask_that_is_not_bool_is_refused():
-    with pytest.raises(TypeError, match="bool"):  # Hugging Face's are of integers
+    with pytest.raises(RuntimeError, match="bool"):  # Hugging Face's are of integers
         MultiHeadAttention(6, 8, 7, 2)(torch.randn(1, 7, 6), padding_mask=torch.ones(1, 7).long())
 
 
