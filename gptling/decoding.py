@@ -20,44 +20,52 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
     copy fails or gives other logits: the model itself, with a line on standard error. They share
     tensors, but the copy need not follow later updates of the model: make another one. rows: of the
     batch to come. On CUDA the copy writes one batch at a time."""
-    weight = next(model.parameters())
-    if compile and weight.is_cpu and weight.dtype == torch.float32 and model.config.n_embd >= WIDE:
-        print("--compile: no help on a CPU for wide models in float32", file=sys.stderr)
-        compile = False
-    n = rows * min(16, model.config.block_size)
-    tokens = torch.arange(n, device=weight.device).view(rows, -1) % model.config.vocab_size
-    expected = model.next_logits(tokens)
-    # Rounding alone, by the spread of the finite logits. Another formula mostly makes more.
-    spread = expected.nan_to_num(0.0, 0.0, 0.0).std(correction=0).item()
-    atol = spread * (1e-3 if weight.dtype == torch.float32 else 0.2)
     try:
         fast = faster_copy(model, compile)
-        cache = fast.new_cache()
-        for new in tokens.split(max(1, tokens.size(1) - 1), dim=1):  # the last is a step of its own
-            # With strides like those of generate's tokens, or torch.compile would compile again.
-            new = new.clone(memory_format=torch.contiguous_format)
-            logits = fast.next_logits(new, None, cache)
-        same = torch.allclose(logits, expected, rtol=0.0, atol=atol, equal_nan=True)
-        wrong = "" if same else "other logits"
+        if same_logits(fast, model, rows):
+            return fast
+        wrong = "other logits"
     except (RuntimeError, AttributeError, TypeError) as error:  # a layer's own, or the compiler's
         wrong = f"an error: {str(error).strip().splitlines()[0]}"
-    if wrong:
-        print(f"slower decoding: faster layers, or the KV cache, give {wrong}", file=sys.stderr)
-    return model if wrong else fast
+    print(f"slower decoding: faster layers, or the KV cache, give {wrong}", file=sys.stderr)
+    return model
 
 
 def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
-    weight, shared = next(model.parameters()), [*model.parameters(), *model.buffers()]
+    weight = next(model.parameters())
+    use_cpu_layers = weight.is_cpu and model.config.n_embd >= WIDE
+    if compile and use_cpu_layers and weight.dtype == torch.float32:
+        print("--compile: no help on a CPU for wide models in float32", file=sys.stderr)
+        compile = False
+    shared = [*model.parameters(), *model.buffers()]
     fast = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     if weight.is_cuda:
         fast.next_logits = GraphedStep(fast.next_logits, compile)
     elif compile:
         compile_step(fast)
-    elif weight.is_cpu and model.config.n_embd >= WIDE and torch.backends.mkldnn.is_available():
+    elif use_cpu_layers and torch.backends.mkldnn.is_available():
         use_onednn(fast)
     if weight.is_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
         fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token
     return fast
+
+
+def same_logits(fast: nn.Module, model: nn.Module, rows: int) -> bool:
+    """Whether a step of many tokens and one of a single token give the model's logits."""
+    weight = next(model.parameters())
+    T = min(16, model.config.block_size)
+    tokens = torch.arange(rows * T, device=weight.device) % model.config.vocab_size
+    tokens = tokens.view(rows, T)
+    expected = model.next_logits(tokens)  # (B, V)
+    cache = fast.new_cache()
+    for new in tokens.split(max(1, T - 1), dim=1):
+        # With strides like those of generate's tokens, or torch.compile would compile again.
+        new = new.clone(memory_format=torch.contiguous_format)
+        logits = fast.next_logits(new, None, cache)
+    # Rounding alone, by the spread of the finite logits. Another formula mostly makes more.
+    spread = expected[expected.isfinite()].std(correction=0).item()
+    tolerance = 1e-3 if weight.dtype == torch.float32 else 0.2
+    return torch.allclose(logits, expected, rtol=0.0, atol=tolerance * spread)
 
 
 def use_onednn(model: nn.Module):
@@ -74,26 +82,32 @@ def use_onednn(model: nn.Module):
 def compile_step(model: nn.Module):
     """Compile the step of one token, for any length of the cache and of the padding_mask."""
     torch._inductor.config.freezing = model.config.n_embd >= WIDE  # weights in oneDNN's layout
-    plain, compiled = model.next_logits, torch.compile(model.next_logits, dynamic=True)
+    plain = model.next_logits
+    compiled = torch.compile(plain, dynamic=True)
 
     def next_logits(idx, padding_mask, cache):
         # A length of 0 or 1 would be compiled for itself alone.
-        one = idx.size(1) == 1 and cache[0].length >= 2
-        return (compiled if one else plain)(idx, padding_mask, cache)
+        one_token = idx.size(1) == 1 and cache[0].length >= 2
+        step = compiled if one_token else plain
+        return step(idx, padding_mask, cache)
 
     model.next_logits = next_logits
 
 
 class StaticCache:
-    """Keys and values of one layer in a CUDA graph. `slot`, a tensor, says where the new ones go.
-    The query is the last of a full window. The padding_mask hides what is not stored yet."""
+    """Keys and values of one layer in a CUDA graph, which knows fixed shapes only: every step sees
+    the whole window. New ones are stored in column `slot`, a tensor, and the padding_mask hides the
+    columns that are still empty. Attention does not depend on the order of the columns."""
 
     def __init__(self, cache, slot: torch.Tensor):
-        self.k, self.v, self.slot = torch.zeros_like(cache.k), torch.zeros_like(cache.v), slot
-        self.length = self.k.size(2) - 1
+        self.k = torch.zeros_like(cache.k)  # (B, nh, block_size, hs)
+        self.v = torch.zeros_like(cache.v)
+        self.slot = slot
+        self.length = cache.k.size(2) - 1  # the query is the window's last, so all columns are past
 
     def append(self, k, v, block_size):
-        self.k[:, :, self.slot], self.v[:, :, self.slot] = k, v
+        self.k[:, :, self.slot] = k
+        self.v[:, :, self.slot] = v
         return self.k, self.v
 
 
@@ -102,23 +116,19 @@ class GraphedStep:
     the shapes stay the same while the cache grows. compile: fuse the kernels by torch.compile."""
 
     def __init__(self, plain, compile: bool):
-        self.plain, self.compile = plain, compile
-        self.logits = self.cache = None  # (B, V): no graph yet; the cache of the text
+        self.plain = plain
+        self.compile = compile
+        self.idx = None  # (B, 1), the graph's input; None without a graph
+        self.cache = None  # of the text being drawn
 
     def __call__(self, idx, padding_mask=None, cache=None):
         past = cache[0].length if cache else 0
         if past == 0 or idx.size(1) > 1:
             return self.plain(idx, padding_mask, cache)
-        if self.logits is None or self.logits.size(0) != idx.size(0):
+        if self.idx is None or self.idx.shape != idx.shape:
             self.capture(idx, cache)
-        if cache is not self.cache:  # a new text, whose cache is this one's from now on
-            for mine, theirs in zip(self.static, cache, strict=True):
-                mine.k[:, :, :past] = theirs.k[:, :, :past]  # the rest is not initialised
-                mine.v[:, :, :past] = theirs.v[:, :, :past]
-                theirs.k, theirs.v = mine.k, mine.v
-            self.visible.zero_()
-            self.visible[:, :past] = True if padding_mask is None else padding_mask[:, :past]
-            self.cache = cache
+        if cache is not self.cache:
+            self.begin_text(past, padding_mask, cache)
         self.idx.copy_(idx)
         self.slot.fill_(past)
         self.graph.replay()
@@ -126,12 +136,24 @@ class GraphedStep:
             layer.length += 1
         return self.logits
 
+    def begin_text(self, past, padding_mask, cache):
+        """Copy a cache into the graph's memory, which the cache uses from then on."""
+        for static, layer in zip(self.static, cache, strict=True):
+            static.k[:, :, :past] = layer.k[:, :, :past]  # the rest is not initialised
+            static.v[:, :, :past] = layer.v[:, :, :past]
+            layer.k = static.k
+            layer.v = static.v
+        self.visible.zero_()
+        self.visible[:, :past] = True if padding_mask is None else padding_mask[:, :past]
+        self.cache = cache
+
     def capture(self, idx, cache):
         """Record a step of B rows, as many as idx (B, 1) has."""
-        self.idx, self.slot = idx.clone(), torch.zeros_like(idx[0])  # (B, 1), (1,)
+        self.idx = idx.clone()
+        self.slot = torch.zeros_like(idx[0])  # (1,)
         self.static = [StaticCache(layer, self.slot) for layer in cache]
-        size = len(idx), self.static[0].k.size(2)  # (B, block_size)
-        self.visible = torch.ones(size, dtype=torch.bool, device=idx.device)
+        block_size = self.static[0].k.size(2)
+        self.visible = torch.ones(len(idx), block_size, dtype=torch.bool, device=idx.device)
 
         def step():
             self.visible.index_fill_(1, self.slot, True)
@@ -144,24 +166,29 @@ class GraphedStep:
                 run()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.logits = run()
+            self.logits = run()  # (B, V)
 
 
 class Sample:
     """A text as it is drawn. `unprinted` has whole characters, and nothing from a stop text on."""
 
     def __init__(self, prompt: str, ids: list[int], stop: tuple[str, ...] = ()):
-        self.ids, self.n_prompt, self.unprinted = list(ids), len(ids), prompt
-        self.stop, self.ended = stop, False
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.ids = list(ids)
+        self.n_prompt = len(ids)
+        self.unprinted = prompt
         self.held = ""  # the last characters, with which a stop text may begin
+        self.ended = False
+        self.stop = stop
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int, tokenizer):
         """Add the next token. A special token ends the text."""
         if not self.ended:
             self.ids.append(token)
-            end = token in tokenizer._special_tokens.values()
-            self.feed(b"" if end else tokenizer.decode_single_token_bytes(token), final=end)
+            if token in tokenizer._special_tokens.values():
+                self.feed(b"", final=True)
+            else:
+                self.feed(tokenizer.decode_single_token_bytes(token))
 
     def feed(self, raw: bytes, final: bool = False):
         """Add the next bytes, all that there are if `final`. Nothing follows the end."""
@@ -170,8 +197,9 @@ class Sample:
         text = self.held + self.decoder.decode(raw, final)
         ends = [text.find(stop) for stop in self.stop if stop in text]
         self.ended = final or bool(ends)
-        n_held = 0 if final else min(len(text), max(map(len, self.stop), default=1) - 1)
-        end = min(ends, default=len(text) - n_held)
+        longest = max(map(len, self.stop), default=1)
+        safe = len(text) if final else max(0, len(text) - longest + 1)
+        end = min(ends, default=safe)
         self.unprinted += text[:end]
         self.held = text[end:]
 
