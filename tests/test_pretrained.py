@@ -125,8 +125,6 @@ def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path, capsys
     masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.1.attn.masked_bias": torch.ones(())}
     edit(tmp_path, masks | {"lm_head.weight": model.wte.weight.clone()})
     assert torch.equal(load(GPT, tmp_path)(IDX)[0], model(IDX)[0])
-    edit(tmp_path, {"wte.weight": None})
-    assert torch.equal(load(GPT, tmp_path)(IDX)[0], model(IDX)[0])
     assert not capsys.readouterr().out
 
 
@@ -202,8 +200,6 @@ MISFITS = [  # changes of config.json or of a tensor, and what is said
     ({"n_layer": 1}, "attn.c_proj.bias"),
     ({"h.1.ln_2.bias": None}, r"in only one: h\.\*\.ln_2\.bias; logits: other"),
     ({"lm_head.bias": torch.ones(28)}, "lm_head.bias"),
-    ({"lm_head.weight": torch.ones(28, 32)}, "lm_head.weight and wte.weight differ"),
-    ({"lm_head.weight": torch.ones(30, 32)}, "lm_head.weight and wte.weight differ"),
 ]
 
 
@@ -278,11 +274,10 @@ def test_the_weights_of_another_architecture_carry_16_numbers_that_it_gives(tmp_
 
 
 def test_a_save_computes_in_float32_and_leaves_the_model_as_it_was(tmp_path):
-    """Of a model in training mode, with TF32 allowed and inside autocast."""
+    """Of a model in training mode, with TF32 allowed."""
     model = random_model(dropout=0.5).train()
     torch.set_float32_matmul_precision("medium")
-    with torch.autocast("cpu", torch.bfloat16):
-        assert save(model, tmp_path) == ""
+    assert save(model, tmp_path) == ""
     assert torch.get_float32_matmul_precision() == "medium" and model.training
     torch.set_float32_matmul_precision("highest")
 

@@ -187,10 +187,10 @@ def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here
         assert "2 processes" in finish(process)
     one = weights(here / "out" / "one")
     assert all(tensor.dtype == torch.float64 for tensor in one.values())
-    assert one.pop("transformer.batches", 20) == 20
+    assert one.pop("batches", 20) == 20
     for name, batches in (("accumulated", 40), ("ddp", 20), ("fsdp", 20)):  # the first process's
         other = weights(here / "out" / name)
-        assert other.pop("transformer.batches", batches) == batches
+        assert other.pop("batches", batches) == batches
         assert largest_difference(one, other) < 1e-12, name
         assert_close(losses(here / "out" / "one"), losses(here / "out" / name), 1e-12)
     assert len(losses(here / "out" / "one")[2]) == (20 if changed else 0)
