@@ -10,12 +10,14 @@ from torch.overrides import TorchFunctionMode
 
 from gptling.files import UserError, replace
 
+SYMBOLS = str.maketrans({" ": "·", "\n": "↵", "\t": "→"})
+
 
 def visible(raw: bytes) -> str:
-    """A token as a label: white space as symbols, unprintable characters as code points."""
-    text = raw.decode("utf-8", "backslashreplace")
-    symbols = {" ": "·", "\n": "↵", "\t": "→"}
-    return "".join(symbols.get(c) or (c if c.isprintable() else f"U+{ord(c):04X}") for c in text)
+    """A token as a label, b" cat" as "·cat": symbols for white space, code points for unprintable
+    characters."""
+    text = raw.decode("utf-8", "backslashreplace").translate(SYMBOLS)
+    return "".join(c if c.isprintable() else f"U+{ord(c):04X}" for c in text)
 
 
 class RecordAttention(TorchFunctionMode):
@@ -32,7 +34,8 @@ class RecordAttention(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
     def record(self, query, key, value, attn_mask=None, dropout_p=0.0, *more, **options):
-        value = torch.eye(key.size(-2), dtype=key.dtype).expand(*key.shape[:-1], -1)
+        one_hot = torch.eye(key.size(-2), dtype=key.dtype)  # (S, S)
+        value = one_hot.expand(*key.shape[:-1], -1)  # (1, nh, S, S)
         y = F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *more, **options)
         self.weights.append(y.nan_to_num().flatten(0, -3))
 
@@ -42,43 +45,51 @@ def logits_and_attention(model: torch.nn.Module, idx: torch.Tensor):
     of PyTorch's attention that the model makes. Raises UserError for what a page cannot show."""
     with RecordAttention() as attention:
         logits, _ = model(idx)
-    weights, T = attention.weights, idx.size(1)
-    squares = [shape[1:] for shape in {w.shape for w in weights}] == [(T, T)]
-    if not squares or any(w.triu(1).any() for w in weights):
+    T = idx.size(1)
+    shapes = {w.shape[1:] for w in attention.weights}
+    if shapes != {(T, T)} or any(w.triu(1).any() for w in attention.weights):
         what = f"F.scaled_dot_product_attention of all {T} tokens to themselves and earlier ones"
-        raise UserError(f"--explain: model.py must call {what}, with equal numbers of heads")
-    return logits[0], torch.stack(weights)
+        raise UserError(f"--explain: model.py must call {what}")
+    return logits[0], torch.stack(attention.weights)
 
 
 @torch.no_grad()
 def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) -> dict:
     """Return the data of the page: the first tokens of a text, whose first n_prompt are the prompt.
+    alternatives: for each token the ten likeliest, [label, probability, whether it is the token].
     attention: base64 of 65535 times the lower triangles of the weights in uint16."""
+
+    def label(token: int) -> str:
+        return visible(tokenizer.decode_single_token_bytes(token))
+
     shown = ids[: min(256, model.config.block_size)]
-    idx, T = torch.tensor([shown]), len(shown)
+    T = len(shown)
+    idx = torch.tensor([shown])
     logits, weights = logits_and_attention(model, idx)
-    logits = logits[:-1].masked_fill(~model.valid_tokens, float("-inf"))
-    probs = logits.softmax(dim=-1)  # (T - 1, V)
+    logits = logits.masked_fill(~model.valid_tokens, float("-inf"))
+    probs = logits[:-1].softmax(dim=-1)  # (T - 1, V)
     token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
-    top = probs.topk(min(10, int(model.valid_tokens.sum())))
+    ranks = 1 + (probs > token_probs).sum(dim=1)
+    n = min(10, int(model.valid_tokens.sum()))
+    alternatives = []
+    for row, token in zip(probs, shown[1:], strict=True):
+        likeliest = row.topk(n).indices.tolist()
+        entries = [[label(i), row[i].item(), i == token] for i in likeliest]
+        alternatives.append(entries)
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
-    codes = (65535 * triangles).round().numpy().astype("<u2")
-    decode = tokenizer.decode_single_token_bytes
-    rows = zip(top.indices.tolist(), top.values.tolist(), shown[1:], strict=True)
+    codes = (65535 * triangles).round()
+    attention = codes.numpy().astype("<u2").tobytes()
     return {
         "call": "layer" if len(weights) == model.config.n_layer else "attention call",
         "n_layer": weights.size(0),
         "n_head": weights.size(1),
         "n_prompt": min(n_prompt, T),
         "omitted": len(ids) - T,
-        "tokens": [visible(decode(token)) for token in shown],
+        "tokens": [label(token) for token in shown],
         "probabilities": token_probs[:, 0].tolist(),
-        "ranks": ((probs > token_probs).sum(dim=1) + 1).tolist(),
-        "alternatives": [  # the ten likeliest: [label, probability, whether it is the token]
-            [[visible(decode(i)), p, i == token] for i, p in zip(*likeliest, strict=True)]
-            for *likeliest, token in rows
-        ],
-        "attention": base64.b64encode(codes.tobytes()).decode(),
+        "ranks": ranks.tolist(),
+        "alternatives": alternatives,
+        "attention": base64.b64encode(attention).decode(),
     }
 
 
