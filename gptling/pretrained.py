@@ -11,8 +11,6 @@ from gptling.files import UserError, read_json
 from gptling.run import best_checkpoint, check_files, list_checkpoints
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
-# A GPT-2 in shards or as .bin.
-CONVERT = "transformers makes that file: GPT2LMHeadModel.from_pretrained(DIR).save_pretrained(DIR)"
 
 
 def find_checkpoint(path: str | Path = "") -> Path:
@@ -22,15 +20,15 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if not (path or runs):
         raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
     path = Path(path or runs[-1]).expanduser()
-    if checkpoints := list_checkpoints(path):
+    checkpoints = list_checkpoints(path)
+    if checkpoints:
         stopped = "val_loss" not in read_json(checkpoints[-1] / "metrics.json")
         return check_files(checkpoints[-1] if stopped else best_checkpoint(path))
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):
-        hint = f"runs: {', '.join(map(str, runs)) or None}"
-        if len(path.parts) == 1:
-            hint = f'sample.py --prompt "{path}" continues a text, {hint}'
+        names = ", ".join(map(str, runs))
+        hint = f'runs: {names or None}. To continue a text: sample.py --prompt "{path}"'
         raise UserError(f"{path}: no checkpoint there (a directory with a config.json). {hint}")
     from huggingface_hub import snapshot_download  # tokenizers requires it
 
@@ -51,8 +49,6 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
     except (OSError, ValueError) as error:
         source = path / "model.py"  # in the checkpoints of train.py
         hint = f" (the code that made it: {source})" if source.is_file() else ""
-        if isinstance(error, FileNotFoundError) and not hint:
-            hint = f". {CONVERT}"
         raise UserError(f"{path}: {error}{hint}") from None
 
 
@@ -60,8 +56,8 @@ def build_model(model_class: type, config, data, source: Path | None):
     """A model to train with train.py's configuration: a new one, or that of a checkpoint."""
     sizes = {name: getattr(config, name) for name in vars(model_class.config_class())}
     if source is None:
-        n_tokens, multiple = data.tokenizer.n_vocab, config.vocab_multiple
-        sizes["vocab_size"] = n_tokens + -n_tokens % multiple
+        n_tokens = data.tokenizer.n_vocab
+        sizes["vocab_size"] = n_tokens + -n_tokens % config.vocab_multiple
         try:
             model = model_class(model_class.config_class(**sizes))
         except ValueError as error:  # sizes that do not go together
@@ -77,10 +73,7 @@ def build_model(model_class: type, config, data, source: Path | None):
 def take_sizes(config, given: dict, model_class: type, source: Path) -> int:
     """Copy a checkpoint's sizes that no flag gives to train.py's configuration. Returns its
     block_size. Raises UserError for a size that it cannot have."""
-    try:
-        stored = vars(gpt2_format.stored_config(model_class, read_json(source / "config.json")))
-    except ValueError as error:  # sizes that do not go together
-        raise UserError(f"{source}/config.json: {error}") from None
+    stored = vars(gpt2_format.stored_config(model_class, read_json(source / "config.json")))
     for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
         setattr(config, name, stored[name])
     if config.eval_only and config.block_size is None:
