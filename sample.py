@@ -53,11 +53,14 @@ class SampleConfig:
         check_numbers(self)
         self.prompt = self.prompt.replace("\\n", "\n")
         self.stop = tuple(text.replace("\\n", "\n") for text in self.stop)
-        filters = self.temperature, self.top_k, self.top_p, self.min_p
-        next_token_probs(torch.zeros(1, 1), *filters)  # raises ValueError for a wrong one
+        next_token_probs(torch.zeros(1, 1), **self.filters())  # raises ValueError for a wrong one
         if bool(self.prompts) + self.interactive + bool(self.prompt or self.explain) > 1:
             hint = "give one of them, without --prompt or --explain"
             raise ValueError(f"--prompts and --interactive: {hint}")
+
+    def filters(self) -> dict[str, float]:
+        """Return the options of next_token_probs."""
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 # ---------------------------------------------------------------------------- prompts
@@ -97,19 +100,21 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
     """Complete all samples as one batch and print them in order. The first appears token by token.
     When it has ended, the one after it continues from there. Sample i of a prompt is drawn with
     seed + i, whatever else is in the batch."""
-    block_size, T = model.config.block_size, max(sample.n_prompt for sample in samples)
-    if T > block_size:
-        print(f"the model sees the last {block_size} of {T} tokens", file=sys.stderr)
+    T = max(sample.n_prompt for sample in samples)
+    if T > model.config.block_size:
+        print(f"the model sees the last {model.config.block_size} of {T} tokens", file=sys.stderr)
     print(file=sys.stderr)
-    padding = torch.tensor([[T - sample.n_prompt] for sample in samples])
-    mask = (torch.arange(T) >= padding).to(config.device) if padding.any() else None  # (B, T)
+    padding = torch.tensor([[T - sample.n_prompt] for sample in samples])  # (B, 1)
+    mask = (torch.arange(T) >= padding).to(config.device)  # (B, T)
     rows = [[0] * (T - sample.n_prompt) + sample.ids for sample in samples]
     idx = torch.tensor(rows, device=config.device)  # (B, T)
     seeds = [config.seed + i % config.num_samples for i in range(len(samples))]
-    generators = [torch.Generator(config.device).manual_seed(seed) for seed in seeds]
-    options = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    options |= {"padding_mask": mask, "generator": generators}
-    waiting, start = list(samples), time.perf_counter()
+    options = config.filters()
+    options["padding_mask"] = mask if padding.any() else None
+    options["generator"] = [torch.Generator(config.device).manual_seed(seed) for seed in seeds]
+
+    waiting = list(samples)
+    start = time.perf_counter()
     print_in_order(waiting)
     for tokens in model.generate(idx, config.max_new_tokens, **options):
         for sample, token in zip(samples, tokens.tolist(), strict=True):
@@ -120,7 +125,8 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
     for sample in samples:
         sample.feed(b"", final=True)
     print_in_order(waiting)
-    n, seconds = sum(len(s.ids) - s.n_prompt for s in samples), time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    n = sum(len(sample.ids) - sample.n_prompt for sample in samples)
     print(f"\n{n:,} tokens in {seconds:.1f} s ({n / seconds:,.0f} tokens/s)", file=sys.stderr)
 
 

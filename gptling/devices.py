@@ -96,6 +96,7 @@ PEAKS = {
 def flops_utilisation(tokens_per_second: float, n_parameters: int, gpu: str) -> float | None:
     """The share of the GPU's peak that 6 FLOPs a parameter and token are (Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361, without attention's), or None for a GPU that is not listed."""
-    found = (peak for name, peak in PEAKS.items() if re.fullmatch(f"(NVIDIA )?{name}", gpu))
-    peak = next(found, None)
-    return peak and 6 * n_parameters * tokens_per_second / peak
+    for name, peak in PEAKS.items():
+        if re.fullmatch(f"(NVIDIA )?{name}", gpu):
+            return 6 * n_parameters * tokens_per_second / peak
+    return None
