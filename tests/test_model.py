@@ -117,11 +117,6 @@ def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():
         make_model()(torch.zeros(1, 17, dtype=torch.int64))
 
 
-def test_a_width_that_its_heads_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="n_embd=30 is not divisible by n_head=4"):
-        GPTConfig(n_embd=30, n_head=4)
-
-
 # ---------------------------------------------------------------- generation
 
 
