@@ -34,8 +34,8 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
 
 def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
     weight = next(model.parameters())
-    use_cpu_layers = weight.is_cpu and model.config.n_embd >= WIDE
-    if compile and use_cpu_layers and weight.dtype == torch.float32:
+    wide_on_cpu = weight.is_cpu and model.config.n_embd >= WIDE
+    if compile and wide_on_cpu and weight.dtype == torch.float32:
         print("--compile: no help on a CPU for wide models in float32", file=sys.stderr)
         compile = False
     shared = [*model.parameters(), *model.buffers()]
@@ -44,7 +44,7 @@ def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
         fast.next_logits = GraphedStep(fast.next_logits, compile)
     elif compile:
         compile_step(fast)
-    elif use_cpu_layers and torch.backends.mkldnn.is_available():
+    elif wide_on_cpu and torch.backends.mkldnn.is_available():
         use_onednn(fast)
     if weight.is_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
         fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token
@@ -93,9 +93,9 @@ def compile_step(model: nn.Module):
 
 
 class StaticCache:
-    """Keys and values of one layer in a CUDA graph, which knows fixed shapes only: every step sees
-    the whole window. New ones are stored in column `slot`, a tensor, and the padding_mask hides the
-    columns that are still empty. Attention does not depend on the order of the columns."""
+    """Keys and values of one layer in a CUDA graph, whose shapes are fixed: each step sees the whole
+    window. New ones are stored in column `slot`, a tensor. The padding_mask hides the columns that
+    are still empty, and the position of a token is the number of columns visible before it."""
 
     def __init__(self, cache, slot: torch.Tensor):
         self.k = torch.zeros_like(cache.k)  # (B, nh, block_size, hs)
@@ -116,7 +116,7 @@ class GraphedStep:
     def __init__(self, plain, compile: bool):
         self.plain = plain
         self.compile = compile
-        self.idx = None  # (B, 1), the graph's input; None without a graph
+        self.idx = None  # (B, 1), the graph's input, once there is a graph
         self.cache = None  # of the text being drawn
 
     def __call__(self, idx, padding_mask=None, cache=None):
