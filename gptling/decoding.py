@@ -93,7 +93,7 @@ def compile_step(model: nn.Module):
 
 
 class StaticCache:
-    """Keys and values of one layer in a CUDA graph, whose shapes are fixed: each step sees the whole
+    """Keys and values of a layer in a CUDA graph, whose shapes are fixed: each step sees the whole
     window. New ones are stored in column `slot`, a tensor. The padding_mask hides the columns that
     are still empty, and the position of a token is the number of columns visible before it."""
 
