@@ -134,8 +134,10 @@ def why_not_gpt2(model, tensors: dict, config) -> tuple[str, torch.Tensor]:
 def token_ids(tokenizer_json: str) -> list[int]:
     """The ids that a tokenizer has, given its tokenizer.json as text."""
     tokenizer = json.loads(tokenizer_json)
+    vocab = tokenizer["model"]["vocab"]
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # a Unigram has a list
     added = [token["id"] for token in tokenizer["added_tokens"]]
-    return [*tokenizer["model"]["vocab"].values(), *added]
+    return [*ids, *added]
 
 
 def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = None) -> str:
