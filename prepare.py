@@ -16,6 +16,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 import tyro
 from tqdm import tqdm
@@ -102,7 +103,9 @@ def prepare(config: PrepareConfig) -> Path:
             "val": {"tokens": n_tokens["val"], "bytes": corpus.count["val"]},
             "sha256": fingerprint,  # of the token ids
         }
-        (directory / "tokenizer.json").write_text(tokenizers.tokenizer_to_json(tokenizer), "utf-8")
+        ids = np.load(directory / "val.npy", mmap_mode="r")[:1000].tolist()
+        text = tokenizer.decode(ids).replace(tokenizers.END_OF_TEXT, "")
+        tokenizers.save_tokenizer(tokenizer, directory, text)
         (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     print(f"{target}\n  documents: {corpus.n_documents:,}, characters: {meta['characters']:,}")
     print(f"  tokenizer: {meta['tokenizer']}, {tokenizer.n_vocab:,} tokens{how}")

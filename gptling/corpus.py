@@ -26,7 +26,7 @@ import tiktoken
 from tqdm import tqdm
 
 from gptling.files import UserError
-from gptling.tokenizers import END_OF_TEXT, encode
+from gptling.tokenizers import END_OF_TEXT, check_tokens, encode
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
 BY_HAND = ". Download it by hand, then: python prepare.py input.txt --name=shakespeare"
@@ -245,25 +245,41 @@ class Corpus:
             yield from ends.items()
 
 
-def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]):
-    """Yield (key, ids) for each (key, text), in order, with a bounded amount of text in memory."""
-    local = threading.local()
-    threads = os.cpu_count()
-    parts = dict(
+def copy_tokenizer(tokenizer: tiktoken.Encoding) -> tiktoken.Encoding:
+    """A copy for a thread: threads that share one wait for each other. A class of your own, which
+    may encode otherwise, is used as it is."""
+    if type(tokenizer) is not tiktoken.Encoding:
+        return tokenizer
+    return tiktoken.Encoding(
+        tokenizer.name,
         pat_str=tokenizer._pat_str,
         mergeable_ranks=tokenizer._mergeable_ranks,
         special_tokens=tokenizer._special_tokens,
     )
 
+
+def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]):
+    """Yield (split, ids) for each (split, text), in order, with a bounded amount of text in memory.
+    Raises UserError if the tokens of "val" are not its text: bits per byte would be wrong."""
+    local = threading.local()
+    threads = os.cpu_count()
+
+    def start_thread():
+        local.tokenizer = copy_tokenizer(tokenizer)
+
     def encode_group(group):  # tiktoken releases the interpreter's lock
-        if not hasattr(local, "tokenizer"):  # threads that share one wait for each other
-            local.tokenizer = tiktoken.Encoding(tokenizer.name, **parts)
-        return [(key, encode(local.tokenizer, text)) for key, text in group]
+        encoded = []
+        for split, text in group:
+            ids = encode(local.tokenizer, text)
+            if split == "val":
+                check_tokens(tokenizer, ids, text)
+            encoded.append((split, ids))
+        return encoded
 
     waiting, group, length = [], [], 0
-    with ThreadPoolExecutor(threads) as pool:
-        for key, text in texts:
-            group.append((key, text))
+    with ThreadPoolExecutor(threads, initializer=start_thread) as pool:
+        for split, text in texts:
+            group.append((split, text))
             length += len(text) + 64  # a short text takes memory too
             if length >= GROUP:
                 waiting.append(pool.submit(encode_group, group))

@@ -151,6 +151,23 @@ def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=())
     return tokenizer.encode_to_numpy(text, **allowed)
 
 
+@functools.cache
+def _tokens(tokenizer):
+    return {id: token for token, id in tokenizer._mergeable_ranks.items()}
+
+
+def check_tokens(tokenizer: tiktoken.Encoding, ids: np.ndarray, text: str):
+    """Raise UserError unless the bytes of the tokens, one after the other, are the text."""
+    tokens = _tokens(tokenizer)  # a special token or an unknown id is \xff, which UTF-8 never has
+    found = b"".join([tokens.get(id, b"\xff") for id in ids.tolist()])
+    expected = text.encode()
+    if found != expected:
+        same = [a == b for a, b in zip(found + b"\xff", expected + b"\xfe", strict=False)]
+        i = same.index(False)
+        change = f"{expected[i : i + 20]!r} becomes {found[i : i + 20]!r}"
+        raise UserError(f"the tokenizer {tokenizer.name} changes the text: {change}")
+
+
 def start_token(tokenizer: tiktoken.Encoding) -> int:
     """The first id of a text without a prompt: end-of-text, else a newline, else token 0."""
     return tokenizer._special_tokens.get(END_OF_TEXT, tokenizer._mergeable_ranks.get(b"\n", 0))
@@ -201,3 +218,13 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     if stored.encode(probe).ids != tokenizer.encode_ordinary(probe):
         raise UserError(f"{file}: tiktoken gives other ids than Hugging Face's tokenizers")
     return tokenizer
+
+
+def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path, text: str):
+    """Write tokenizer.json. Raises UserError if what load_tokenizer reads there encodes the text
+    otherwise, as it does if tokenizer_to_json does not know a new kind."""
+    (directory / "tokenizer.json").write_text(tokenizer_to_json(tokenizer), "utf-8")
+    stored = load_tokenizer(directory)
+    if not np.array_equal(encode(stored, text), encode(tokenizer, text)):
+        remedy = "tokenizer_to_json and load_tokenizer have to know its class"
+        raise UserError(f"tokenizer.json of {tokenizer.name} gives other tokens: {remedy}")

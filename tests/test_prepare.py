@@ -23,10 +23,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gptling import corpus
+from gptling import corpus, tokenizers
 from gptling.cli import UserError
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, name_after, prepare
@@ -422,6 +423,46 @@ def test_a_tokenizer_is_that_of_data_a_run_or_a_checkpoint(trained, here):
         data = prepare_text(TEXT[::-1], tokenizer=str(trained / name), overwrite=True)
         assert load_tokenizer(data)._mergeable_ranks == expected
         assert text_of(data) == TEXT[::-1]
+
+
+def changed_bpe(change, pattern=None):
+    """A bpe of a class whose encode_to_numpy is `change` of the unchanged method and the text."""
+
+    class Changed(tiktoken.Encoding):
+        def encode_to_numpy(self, text, **options):
+            return np.array(change(super().encode_to_numpy, text), dtype=np.uint32)
+
+    bpe = build_tokenizer("bpe", DOCUMENTS, 300)
+    ranks, special = bpe._mergeable_ranks, bpe._special_tokens
+    parts = dict(mergeable_ranks=ranks, special_tokens=special)
+    kind = Changed if change else tiktoken.Encoding
+    return kind("mine", pat_str=pattern or bpe._pat_str, **parts)
+
+
+LOSSY = {
+    "upper case": changed_bpe(lambda encode, text: encode(text.upper())),
+    "a space before each piece": changed_bpe(lambda encode, text: encode(f" {text}")),
+    "unknown words": changed_bpe(lambda encode, text: np.minimum(encode(text), 256)),
+    "a special token before each piece": changed_bpe(lambda encode, text: [299, *encode(text)]),
+    "a pattern without white space": changed_bpe(None, pattern=r"\S+"),
+}
+
+
+@pytest.mark.parametrize("tokenizer", LOSSY.values(), ids=LOSSY)
+def test_a_tokenizer_that_changes_the_text_is_one_line(here, monkeypatch, tokenizer):
+    """Bits per byte would be those of another text."""
+    monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *_: tokenizer)
+    with pytest.raises(UserError, match=r"tokenizer mine changes the text: b'.*' becomes b'"):
+        prepare_text("".join(DOCUMENTS))
+
+
+def test_a_tokenizer_of_another_class_is_used_as_it_is_and_has_to_be_stored(here, monkeypatch):
+    by_character = changed_bpe(lambda encode, text: [id for c in text for id in encode(c)])
+    monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *_: by_character)
+    with pytest.raises(UserError, match=r"tokenizer\.json of mine gives other tokens"):
+        prepare_text(TEXT)
+    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda _: by_character)
+    assert len(ids_of(prepare_text(TEXT))) == len(TEXT) + 2  # end-of-text
 
 
 # ---------------------------------------------------------------- threads and token files
