@@ -27,42 +27,58 @@ BPE_PATTERN = (  # GPT-4's (tiktoken's cl100k_base)
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 # ByteLevel writes each byte as a printable letter: the byte's own Latin-1 character if that is
-# visible, otherwise the next one from 256 on.
+# visible, otherwise the next one from 256 on. " é" is b" \xc3\xa9", which it writes as "ĠÃ©".
 LETTERS = pre_tokenizers.ByteLevel.alphabet()
 HIDDEN = [byte for byte in range(256) if chr(byte) not in LETTERS]
-BYTE_TO_LETTER = dict(zip(HIDDEN, range(256, 512), strict=False))  # for str.translate
-LETTER_TO_BYTE = dict(enumerate(HIDDEN, 256))
+LETTER_TO_BYTE = dict(enumerate(HIDDEN, 256))  # for str.translate
+BYTE_TO_LETTER = {byte: letter for letter, byte in LETTER_TO_BYTE.items()}
 # What patterns, normalizers and merges treat differently: shows whether two tokenizers agree.
 PROBE = "".join(map(chr, range(0x250))) + (
     "It doesn't jump (the end).\n\nIT'S 1234567\t\r\n    x == they're \n \n e\u0301 你好 🙂  "
 )
 
 
-def _pre_tokenizer(pattern):
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), byte_level])
+def to_letters(token: bytes) -> str:
+    """b" \xc3\xa9" to "ĠÃ©"."""
+    return token.decode("latin-1").translate(BYTE_TO_LETTER)
 
 
-def _to_tiktoken(name, pattern, stored):
-    added = stored.get_added_tokens_decoder()
-    if plain := [token.content for token in added.values() if not token.special]:
-        raise ValueError(f"{len(plain)} added tokens are not special: {plain[:3]}")
-    special = {token.content: id for id, token in added.items()}
-    vocab = stored.get_vocab(with_added_tokens=False).items()
-    letters = {token.translate(LETTER_TO_BYTE): id for token, id in vocab if token not in special}
-    ranks = {token.encode("latin-1"): id for token, id in letters.items()}
+def to_bytes(letters: str) -> bytes:
+    """ "ĠÃ©" to b" \xc3\xa9"."""
+    return letters.translate(LETTER_TO_BYTE).encode("latin-1")
+
+
+def byte_level(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Cuts a text at the matches of a pattern, and writes its bytes as letters."""
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), letters])
+
+
+def to_tiktoken(name: str, pattern: str, stored: Tokenizer) -> tiktoken.Encoding:
+    """The tokens of a byte-level BPE, and its special tokens. Raises ValueError for other ones."""
+    special = {}
+    for id, token in stored.get_added_tokens_decoder().items():
+        if not token.special:
+            raise ValueError(f"the added token {token.content} is not special")
+        special[token.content] = id
+    vocab = stored.get_vocab(with_added_tokens=False)
+    ranks = {to_bytes(letters): id for letters, id in vocab.items() if letters not in special}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def draw_sample(texts: Iterable[str]) -> tuple[list[str], int]:
     """Return pieces of all texts, BPE_SAMPLE characters or fewer, and the texts' size in bytes."""
-    sample, length, n_bytes, share, rng = [], 0, 0, 1.0, random.Random(0)
+    rng = random.Random(0)
+    share = 1.0  # of the pieces that are drawn
+    sample = []
+    length = n_bytes = 0
     for text in texts:
         n_bytes += len(text.encode())
         for i in range(0, len(text), SAMPLE_PIECE):
             if rng.random() < share:
-                sample.append(text[i : i + SAMPLE_PIECE])
-                length += len(sample[-1])
+                piece = text[i : i + SAMPLE_PIECE]
+                sample.append(piece)
+                length += len(piece)
         while length > BPE_SAMPLE:
             share /= 2
             sample = [piece for piece in sample if rng.random() < 0.5]
@@ -86,20 +102,23 @@ def choose(texts: Iterable[str]) -> tuple[str, list[str], int]:
         return "char", sample, 0
     size = 20 * n_bytes ** (1 / 3) if n_bytes >= 500_000 else 512
     size += sum(len(character) - 1 for character in characters_of(sample))
-    return "bpe", sample, min(1 << round(math.log2(size)), 1 << 15)
+    power = min(round(math.log2(size)), 15)
+    return "bpe", sample, 2**power
 
 
 def train_bpe(texts: Iterable[str], size: int) -> tiktoken.Encoding:
     """A byte-level BPE of `size` tokens with end-of-text, fewer for a repetitive text."""
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = _pre_tokenizer(BPE_PATTERN)
+    bpe.pre_tokenizer = byte_level(BPE_PATTERN)
     # Its bars go to standard error, and are empty lines on a standard output that is no terminal.
     shown = sys.stdout.isatty() and sys.stderr.isatty()
-    options = dict(initial_alphabet=LETTERS, show_progress=shown)
-    trainer = trainers.BpeTrainer(vocab_size=size - 1, **options)
-    bpe.train_from_iterator(draw_sample(texts)[0], trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - 1, initial_alphabet=LETTERS, show_progress=shown
+    )
+    sample, _ = draw_sample(texts)
+    bpe.train_from_iterator(sample, trainer)
     bpe.add_special_tokens([END_OF_TEXT])
-    return _to_tiktoken("bpe", BPE_PATTERN, bpe)
+    return to_tiktoken("bpe", BPE_PATTERN, bpe)
 
 
 def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_text=True):
@@ -113,25 +132,36 @@ def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_t
         tokens = characters_of(texts) if kind == "char" else [bytes([i]) for i in range(256)]
         ranks = {token: i for i, token in enumerate(tokens)}
         special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
-        vocab = dict(mergeable_ranks=ranks, special_tokens=special)
-        tokenizer = tiktoken.Encoding(kind, pat_str=ANY_CHARACTER, **vocab)
+        tokenizer = tiktoken.Encoding(
+            kind, pat_str=ANY_CHARACTER, mergeable_ranks=ranks, special_tokens=special
+        )
     else:
-        from requests import RequestException  # tiktoken requires it
-
         try:
             tokenizer = tiktoken.get_encoding(kind)
-        except RequestException as error:
-            raise UserError(
-                f"--tokenizer={kind}: {error.request.url} cannot be downloaded: connect to the "
-                "network once, or set TIKTOKEN_CACHE_DIR to a folder that has it"
-            ) from None
+        except OSError as error:  # of the download
+            remedy = "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has"
+            raise UserError(f"--tokenizer={kind}: {remedy} {error.request.url}") from None
         except ValueError as error:
-            raise UserError(
-                f"--tokenizer={kind}: give one of {TOKENIZERS}, gpt2 or a directory: {error}"
-            ) from None
-    if vocab_size not in (0, n := tokenizer.n_vocab):
-        raise UserError(f"--vocab_size={vocab_size}: give {n}, or more text for a bpe")
+            remedy = f"give one of {TOKENIZERS}, gpt2 or a directory"
+            raise UserError(f"--tokenizer={kind}: {remedy}: {error}") from None
+    if vocab_size not in (0, tokenizer.n_vocab):
+        remedy = f"give {tokenizer.n_vocab}, or more text for a bpe"
+        raise UserError(f"--vocab_size={vocab_size}: {remedy}")
     return tokenizer
+
+
+@functools.cache
+def token_bytes(tokenizer: tiktoken.Encoding) -> dict[int, bytes]:
+    """The bytes of each id. Special tokens and unused ids have none."""
+    return {id: token for token, id in tokenizer._mergeable_ranks.items()}
+
+
+def bytes_per_token(tokenizer: tiktoken.Encoding) -> np.ndarray:
+    """The number of bytes of each id, (n_vocab,). Special tokens and unused ids have 0."""
+    lengths = np.zeros(tokenizer.n_vocab, dtype=np.int64)
+    for id, token in token_bytes(tokenizer).items():
+        lengths[id] = len(token)
+    return lengths
 
 
 @functools.cache
@@ -143,27 +173,23 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
 def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=()) -> np.ndarray:
     """Token ids, (n,) uint32. special: the special tokens that are tokens in the text, any other is
     plain text. Raises UserError for a character that the tokenizer lacks: tiktoken would abort."""
-    plain = re.sub("|".join(map(re.escape, special)), "", text) if special else text
+    plain = text
+    for token in special:
+        plain = plain.replace(token, "")
     for character in () if has_all_bytes(tokenizer) else sorted(set(plain)):
         if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
             raise UserError(f"{what}: the tokenizer lacks {character!r} (U+{ord(character):04X})")
-    allowed = {"allowed_special": set(special), "disallowed_special": ()}
-    return tokenizer.encode_to_numpy(text, **allowed)
-
-
-@functools.cache
-def _tokens(tokenizer):
-    return {id: token for token, id in tokenizer._mergeable_ranks.items()}
+    return tokenizer.encode_to_numpy(text, allowed_special=set(special), disallowed_special=())
 
 
 def check_tokens(tokenizer: tiktoken.Encoding, ids: np.ndarray, text: str):
     """Raise UserError unless the bytes of the tokens, one after the other, are the text."""
-    tokens = _tokens(tokenizer)  # a special token or an unknown id is \xff, which UTF-8 never has
+    tokens = token_bytes(tokenizer)  # a special token counts as \xff, which UTF-8 never has
     found = b"".join([tokens.get(id, b"\xff") for id in ids.tolist()])
     expected = text.encode()
     if found != expected:
-        same = [a == b for a, b in zip(found + b"\xff", expected + b"\xfe", strict=False)]
-        i = same.index(False)
+        pairs = zip(found + b"\xff", expected + b"\xfe", strict=False)
+        i = [a == b for a, b in pairs].index(False)
         change = f"{expected[i : i + 20]!r} becomes {found[i : i + 20]!r}"
         raise UserError(f"the tokenizer {tokenizer.name} changes the text: {change}")
 
@@ -173,25 +199,22 @@ def start_token(tokenizer: tiktoken.Encoding) -> int:
     return tokenizer._special_tokens.get(END_OF_TEXT, tokenizer._mergeable_ranks.get(b"\n", 0))
 
 
-def bytes_per_token(tokenizer: tiktoken.Encoding) -> np.ndarray:
-    """The number of bytes of each id, (n_vocab,). Special tokens and unused ids have 0."""
-    ranks, lengths = tokenizer._mergeable_ranks, np.zeros(tokenizer.n_vocab, dtype=np.int64)
-    lengths[[*ranks.values()]] = [len(token) for token in ranks]
-    return lengths
-
-
 def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
     """The text of a tokenizer.json for Hugging Face's tokenizers and for load_tokenizer."""
-    ranks, special = tokenizer._mergeable_ranks, tokenizer._special_tokens
-    letters = {token: token.decode("latin-1").translate(BYTE_TO_LETTER) for token in ranks}
+    ranks = tokenizer._mergeable_ranks
+    special = tokenizer._special_tokens
+    vocab = {to_letters(token): id for token, id in ranks.items()}
     # tiktoken merges any two tokens that together are a third one, the lowest id first. A piece of
     # text that is a token is that token: ignore_merges.
-    splits = ((t[:i], t[i:]) for t in sorted(ranks, key=ranks.get) for i in range(1, len(t)))
-    merges = [(letters[a], letters[b]) for a, b in splits if a in ranks and b in ranks]
-    vocab = {letters[token]: rank for token, rank in ranks.items()} | special
-    stored = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        for i in range(1, len(token)):
+            if token[:i] in ranks and token[i:] in ranks:
+                merges.append((to_letters(token[:i]), to_letters(token[i:])))
+    stored = Tokenizer(models.BPE(vocab | special, merges, ignore_merges=True))
     # Hugging Face's engine would repeat {1,3}+, which is possessive for tiktoken: nothing follows.
-    stored.pre_tokenizer = _pre_tokenizer(re.sub(r"(\{\d+,\d+\})\+", r"\1", tokenizer._pat_str))
+    pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", tokenizer._pat_str)
+    stored.pre_tokenizer = byte_level(pattern)
     stored.decoder = decoders.ByteLevel()
     stored.add_special_tokens([*special])
     return stored.to_str()
@@ -207,14 +230,15 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
         stored = Tokenizer.from_file(str(file))
         stored.no_truncation()  # of a fine-tuning, which would cut the probe
         stored.no_padding()
-        words = json.loads(stored.pre_tokenizer.__getstate__())
+        parts = json.loads(stored.pre_tokenizer.__getstate__())
+        first = parts.get("pretokenizers", [parts])[0]
         # GPT-2's published file has a ByteLevel alone, which implies the pattern.
-        split = words.get("pretokenizers", [words])[0].get("pattern", {"Regex": GPT2_PATTERN})
-        tokenizer = _to_tiktoken("stored", split["Regex"], stored)
+        pattern = first["pattern"]["Regex"] if "pattern" in first else GPT2_PATTERN
+        tokenizer = to_tiktoken("stored", pattern, stored)
     except Exception as error:  # tokenizers raises nothing more special
         raise UserError(f"{file}: not a byte-level BPE for tiktoken: {error!r}") from None
-    complete, ranks = has_all_bytes(tokenizer), tokenizer._mergeable_ranks
-    probe = "".join(c for c in PROBE if complete or c.encode() in ranks)
+    is_complete = has_all_bytes(tokenizer)
+    probe = "".join(c for c in PROBE if is_complete or c.encode() in tokenizer._mergeable_ranks)
     if stored.encode(probe).ids != tokenizer.encode_ordinary(probe):
         raise UserError(f"{file}: tiktoken gives other ids than Hugging Face's tokenizers")
     return tokenizer
