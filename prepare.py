@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import tyro
-from tqdm import tqdm
 
 from gptling import tokenizers
 from gptling.cli import Empty, UserError, load, run
@@ -83,19 +82,20 @@ def prepare(config: PrepareConfig) -> Path:
         raise UserError(f"{target} already exists: use --overwrite, or choose another --name")
     if any(Path(source).resolve().is_relative_to(target.resolve()) for source in config.sources):
         raise UserError(f"{target} holds the text, and would be replaced: choose another --name")
-    how = ", chosen for this text (change with --tokenizer)" if config.tokenizer == "auto" else ""
     with new_directory(target) as directory:
         corpus = Corpus(config.sources, directory.parent, config.field)
         tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
-        texts = tqdm(corpus.texts(), "encoding", unit=" texts", leave=False, disable=None)
-        encoded = encode_on_all_cores(tokenizer, texts)
+        encoded = encode_on_all_cores(tokenizer, corpus.texts())
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
             error = f"{target}: too little text to train and validate on: give more text"
             raise UserError("; ".join([error, *corpus.refused[:5]]))
+        ids = np.load(directory / "val.npy", mmap_mode="r")[:1000]
+        text = tokenizer.decode(ids.tolist()).replace(tokenizers.END_OF_TEXT, "")
+        tokenizers.save_tokenizer(tokenizer, directory, text)
         meta = {
             "format": 1,
-            "tokenizer": tokenizer.name if how else config.tokenizer,
+            "tokenizer": tokenizer.name if config.tokenizer == "auto" else config.tokenizer,
             "vocab_size": tokenizer.n_vocab,
             "documents": corpus.n_documents,
             "characters": corpus.count["characters"],
@@ -103,20 +103,17 @@ def prepare(config: PrepareConfig) -> Path:
             "val": {"tokens": n_tokens["val"], "bytes": corpus.count["val"]},
             "sha256": fingerprint,  # of the token ids
         }
-        ids = np.load(directory / "val.npy", mmap_mode="r")[:1000].tolist()
-        text = tokenizer.decode(ids).replace(tokenizers.END_OF_TEXT, "")
-        tokenizers.save_tokenizer(tokenizer, directory, text)
         (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-    print(f"{target}\n  documents: {corpus.n_documents:,}, characters: {meta['characters']:,}")
-    print(f"  tokenizer: {meta['tokenizer']}, {tokenizer.n_vocab:,} tokens{how}")
+    how = ", chosen for this text (change with --tokenizer)" * (config.tokenizer == "auto")
+    print(target)
+    print(f"  documents: {meta['documents']:,}, characters: {meta['characters']:,}")
+    print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")
     print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")
     if corpus.n_repeated or corpus.refused:
         files = f"all or part of {len(corpus.refused):,} files"
-        print(
-            f"  left out: {corpus.n_repeated:,} repeated documents, {files}",
-            *corpus.refused[:5],
-            sep="\n    ",
-        )
+        print(f"  left out: {corpus.n_repeated:,} repeated documents, {files}")
+        for line in corpus.refused[:5]:
+            print(f"    {line}")
     return target
 
 

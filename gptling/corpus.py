@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
-from itertools import chain, count, groupby
+from itertools import chain, count
 from pathlib import Path
 from pydoc_data.topics import topics
 from tempfile import NamedTemporaryFile
@@ -37,10 +37,17 @@ GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
 TOKENS_PER_SHARD = 50_000_000
 # Parts of Python's library that are tests, tables or generated, or that not every Python has.
-NO_EXAMPLES = (
+NO_EXAMPLE = re.compile(
     r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities"
     r"|stringprep|this|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
 )
+
+MARK = re.compile(re.escape(END_OF_TEXT) + r"\n*+")  # between "one" and "two": "<|endoftext|>\n\n"
+MARK_INSIDE = re.compile(MARK.pattern + r"(?!\Z)")  # what follows may begin with more newlines
+# Where a text is cut, at the latest place: "so many words" before the last space, since no
+# tokenizer has a token with a letter and the white space after it. Without one, before a "<",
+# which may begin a mark.
+CUT = re.compile(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*")
 
 
 def download(url: str, directory: Path) -> Path:
@@ -63,34 +70,31 @@ def text_of(record: dict | str, field: str) -> str:
     if isinstance(record, str):
         line = record.encode(errors="surrogateescape").decode().strip()
         record = json.loads(line) if line else {field: ""}
-    names = [*record] if isinstance(record, dict) else []
-    if field not in names:
-        raise ValueError(f'no "{field}", but --field can be one of {names!s:.200}')
+    if field not in record:
+        raise ValueError(f'no "{field}", but --field can be one of {[*record]!s:.200}')
     text = re.sub("\r\n?", "\n", record[field] or "").encode("utf-16", "surrogatepass")
     return text.decode("utf-16", "replace")  # JSON can have half of a pair, which becomes U+FFFD
 
 
 def write_records(records: Iterable[dict], field: str, directory: Path) -> Path:
     """Write the texts of records, which are read once, into a new .jsonl in the directory."""
-    options = {"encoding": "utf-8", "suffix": ".jsonl", "delete": False}
+    options = {"suffix": ".jsonl", "delete": False, "encoding": "utf-8"}
     with NamedTemporaryFile("w", dir=directory, **options) as file:
         for record in tqdm(records, "downloading", unit=" records", leave=False, disable=None):
             line = json.dumps({field: text_of(record, field)}, ensure_ascii=False)
-            file.write(line + "\n")
+            print(line, file=file)
     return Path(file.name)
 
 
-def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable[dict]]:
-    """The files or records that a name means. "" is Python's library, or else its reference. What
-    is downloaded is written into the directory `downloads`. Raises UserError."""
+def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
+    """The files that a name means. "" is Python's library, or else its reference. What is not a
+    file is written into the directory `downloads`. Raises UserError."""
     if not name:
         library = Path(sysconfig.get_path("stdlib"))
-        chosen = sorted(
-            file
-            for file in library.rglob("*.py")
-            if not re.search(NO_EXAMPLES, str(file.relative_to(library)))
-        )
-        return chosen or [[{field: text} for text in topics.values()]]
+        files = sorted(library.rglob("*.py"))
+        chosen = [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
+        reference = ({field: text} for text in topics.values())
+        return chosen or [write_records(reference, field, downloads)]
     if Path(name).is_dir():  # its files by name, without hidden ones, also where links lead
         found = map(Path, glob.iglob(f"{glob.escape(name)}/**", recursive=True))
         return sorted(file for file in found if file.is_file())
@@ -99,7 +103,7 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable
         if name.startswith("hf:"):
             from datasets import load_dataset  # not everybody has it
 
-            repo, config, split = [*name.split(":")[1:], "", ""][:3]
+            _, repo, config, split = f"{name}::".split(":")[:4]
             records = load_dataset(repo, config or None, split=split or "train", streaming=True)
             return [write_records(records, field, downloads)]
         if url.startswith(("http://", "https://")):
@@ -112,76 +116,93 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path | Iterable
     return [Path(name)]
 
 
-def read_pieces(source: Path | Iterable[dict], field: str, refused: list) -> Iterator[str]:
-    """Yield a source in pieces with the same tokens as the whole. An empty one ends a document. A
-    record without a text is left out. One line about all of these is added to `refused`."""
-    name = source.name.lower() if isinstance(source, Path) else ""
-    if not name:
-        yield from _records(source, field, refused)
-    elif name.endswith(".parquet"):
+def read_pieces(source: Path, field: str, refused: list) -> Iterator[tuple[str, bool]]:
+    """Yield the text of a file as (piece, whether its document ends), with the tokens of the whole.
+    A record without a text is left out. One line about all of these is added to `refused`.
+
+    "one<|endoftext|>two" is ("one", True), ("two", True), if it is short. A long document is in
+    pieces that are False, before the last one.
+    """
+    name = source.name.lower()
+    if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
 
         batches = ParquetFile(source).iter_batches(100)
         records = chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from _records(records, field, refused)
-    else:  # text mode reads "\n" for every end of a line
-        opened = gzip.open if name.endswith(".gz") else open
-        is_json = name.endswith((".jsonl", ".jsonl.gz"))
-        errors = "surrogateescape" if is_json else "strict"  # bad bytes spoil one line alone
-        with opened(source, "rt", encoding="utf-8-sig", errors=errors) as file:
-            if is_json:
-                yield from _records(file, field, refused)
-            else:
-                yield from _pieces(iter(lambda: file.read(CHUNK), ""))
+        return
+    opened = gzip.open if name.endswith(".gz") else open
+    is_json = name.endswith((".jsonl", ".jsonl.gz"))
+    errors = "surrogateescape" if is_json else "strict"  # bad bytes spoil one line alone
+    # Text mode reads "\n" for every end of a line.
+    with opened(source, "rt", encoding="utf-8-sig", errors=errors) as file:
+        if is_json:
+            yield from _records(file, field, refused)
+        else:
+            yield from _pieces(iter(lambda: file.read(CHUNK), ""))
 
 
 def _records(records, field, refused):
-    n_refused = 0
+    errors = 0
     for number, record in enumerate(records, 1):
         try:
             text = text_of(record, field)
         except (ValueError, TypeError) as error:
-            n_refused += 1
-            if n_refused == 1:  # JSON calls every line 1
+            errors += 1
+            if errors == 1:  # JSON calls every line 1
                 first = f"line {number}: {error}".replace(": line 1 ", ": ")
             continue
         yield from _pieces([text])
-    if n_refused:
-        refused.append(f"{n_refused:,} records, the first in {first}")
+    if errors:
+        refused.append(f"{errors:,} records, the first in {first}")
 
 
 def _pieces(chunks):
     text = ""
-    mark = re.escape(END_OF_TEXT) + r"\n*+"
     for chunk in chain(chunks, [""]):
-        end = r"(?!\Z)" if chunk else ""  # the next chunk may begin with more newlines
-        *ended, text = re.split(mark + end, text + chunk)
-        for document in ended:
-            yield from (document, "")
-        if len(text) >= CHUNK:  # between a letter and white space no tokenizer has a token across
-            cut = re.match(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*", text).end()
-            yield text[:cut]
+        mark = MARK_INSIDE if chunk else MARK
+        *documents, text = mark.split(text + chunk)
+        for document in documents:
+            yield document, True
+        if len(text) >= CHUNK:
+            cut = CUT.match(text).end()
+            yield text[:cut], False
             text = text[cut:]
-    yield from (text, "")
+    yield text, True
 
 
-def read_documents(source: Path | Iterable[dict], *rest) -> Iterator[Iterator[str]]:
-    """Yield the documents of a source, each as an iterator of its pieces, as read_pieces does."""
-    pieces = read_pieces(source, *rest)
-    # A bar for those of a long source, in a terminal.
-    shown = tqdm(pieces, "reading", unit=" pieces", leave=False, delay=1, disable=None)
-    groups = groupby(shown, bool)
-    return (document for text, document in groups if text)
+def show_reading(pieces: Iterable) -> Iterable:
+    """The pieces, with a bar for those of a long text in a terminal."""
+    return tqdm(pieces, "reading", unit=" pieces", leave=False, delay=1, disable=None)
+
+
+def measure(source: Path, field: str, refused: list) -> array:
+    """A number that equal documents share, and a size in bytes: two for each document of a file."""
+    found = array("q")
+    key = size = 0
+    for text, is_end in show_reading(read_pieces(source, field, refused)):
+        if text:
+            key = hash((key, text))
+            size += len(text.encode())
+        if is_end:
+            found.extend((key, size))
+            key = size = 0
+    return found
 
 
 def validation_bytes(sizes: np.ndarray) -> np.ndarray:
     """How many bytes at the end of each document are for validation, about a tenth of all. Of ten
     documents or more these are whole ones, evenly spread, or the end of one that is too long."""
-    n, total, chosen, held_out = len(sizes), sizes.sum(), 0, np.zeros_like(sizes)
+    n = len(sizes)
     if n < 10:
         return np.minimum(sizes // 10, MAX_VALIDATION // n)
-    goal, limit = (min(total * percent // 100, MAX_VALIDATION) for percent in (10, 15))
-    for i in np.argsort(-np.arange(1, n + 1) % (total // goal), kind="stable"):  # every tenth first
+    total = sizes.sum()
+    goal = min(total // 10, MAX_VALIDATION)
+    limit = min(total * 15 // 100, MAX_VALIDATION)
+    every_tenth_first = np.argsort(-np.arange(1, n + 1) % (total // goal), kind="stable")
+    held_out = np.zeros_like(sizes)
+    chosen = 0
+    for i in every_tenth_first:
         if chosen < goal and chosen + sizes[i] <= limit:
             held_out[i] = sizes[i]
             chosen += sizes[i]
@@ -196,53 +217,57 @@ class Corpus:
     exist as long as the corpus is read. Raises UserError if there is no text."""
 
     def __init__(self, names: Iterable[str], downloads: Path, field: str = "text"):
-        self.field, self.sources, self.refused, measured = field, [], [], array("q")
+        self.field = field
+        self.sources = []
+        self.refused = []
+        measured = array("q")
         for name in names or [""]:
             for source in find_sources(name, field, downloads):
                 label = str(source) if Path(name).is_dir() else name
-                found, refused = array("q"), []
+                refused = []
                 try:
-                    for document in read_documents(source, field, refused):
-                        key = size = 0
-                        for text in document:
-                            key = hash((key, text))
-                            size += len(text.encode())
-                        found.extend((key, size))
+                    measured += measure(source, field, refused)
                     self.sources.append(source)
-                    measured.extend(found)
-                    self.refused += [f"{label}: {line}" for line in refused]
                 except UnicodeDecodeError as error:
                     is_text = Path(label).is_file() and b"\0" not in error.object
-                    hint = CONVERT.format(label) if is_text else ""
-                    self.refused.append(f"{label}: not UTF-8{hint}")
+                    refused = ["not UTF-8" + CONVERT.format(label) * is_text]
                 except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-                    self.refused.append(f"{label}: {type(error).__name__}: {error}")
+                    refused = [f"{type(error).__name__}: {error}"]
+                self.refused += [f"{label}: {line}" for line in refused]
         keys, sizes = np.array(measured).reshape(-1, 2).T
-        first = np.sort(np.unique(keys, return_index=True)[1])
+        with_text = np.flatnonzero(sizes)
+        _, first = np.unique(keys[with_text], return_index=True)
         self.n_documents = len(first)
-        self.n_repeated = len(sizes) - len(first)
+        self.n_repeated = len(with_text) - len(first)
         if not self.n_documents:
             raise UserError("; ".join(self.refused[:5]) or f"{' '.join(names)}: no text")
+        kept = with_text[np.sort(first)]
         self.n_train = np.full(len(sizes), -1)  # bytes of each to train on; -1: left out
-        self.n_train[first] = sizes[first] - validation_bytes(sizes[first])
+        self.n_train[kept] = sizes[kept] - validation_bytes(sizes[kept])
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield ("train" or "val", text). An empty text ends a document's part of a split."""
         self.count = Counter()
-        documents = (read_documents(source, self.field, []) for source in self.sources)
-        for n_train, document in zip(self.n_train, chain.from_iterable(documents), strict=True):
-            ends = {}
-            rest = n_train  # bytes to train on from here
-            for text in document if n_train >= 0 else ():
+        pieces = chain.from_iterable(read_pieces(file, self.field, []) for file in self.sources)
+        document = 0
+        place = 0  # in bytes of the document
+        ends = {}
+        for text, is_end in show_reading(pieces):
+            n_train = self.n_train[document]
+            if n_train >= 0:
                 raw = text.encode()
-                head = raw[: max(0, rest)].decode(errors="ignore")  # whole characters
-                rest -= len(raw)
+                head = raw[: max(0, n_train - place)].decode(errors="ignore")  # whole characters
+                place += len(raw)
                 for split, part in (("train", head), ("val", text[len(head) :])):
                     if part:
                         self.count.update({"characters": len(part), split: len(part.encode())})
                         ends[split] = ""
                         yield split, part
-            yield from ends.items()
+            if is_end:
+                yield from ends.items()
+                document += 1
+                place = 0
+                ends = {}
 
 
 def copy_tokenizer(tokenizer: tiktoken.Encoding) -> tiktoken.Encoding:
@@ -258,11 +283,24 @@ def copy_tokenizer(tokenizer: tiktoken.Encoding) -> tiktoken.Encoding:
     )
 
 
-def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]):
+def grouped(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """The texts in lists of GROUP characters or more."""
+    group = []
+    length = 0
+    for split, text in texts:
+        group.append((split, text))
+        length += len(text) + 64  # a short text takes memory too
+        if length >= GROUP:
+            yield group
+            group = []
+            length = 0
+    yield group
+
+
+def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple[str, str]]):
     """Yield (split, ids) for each (split, text), in order, with a bounded amount of text in memory.
     Raises UserError if the tokens of "val" are not its text: bits per byte would be wrong."""
     local = threading.local()
-    threads = os.cpu_count()
 
     def start_thread():
         local.tokenizer = copy_tokenizer(tokenizer)
@@ -276,17 +314,14 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple]):
             encoded.append((split, ids))
         return encoded
 
-    waiting, group, length = [], [], 0
+    threads = os.cpu_count()
+    waiting = []
     with ThreadPoolExecutor(threads, initializer=start_thread) as pool:
-        for split, text in texts:
-            group.append((split, text))
-            length += len(text) + 64  # a short text takes memory too
-            if length >= GROUP:
-                waiting.append(pool.submit(encode_group, group))
-                group, length = [], 0
+        for group in grouped(texts):
+            waiting.append(pool.submit(encode_group, group))
             if len(waiting) > 4 * threads:
                 yield from waiting.pop(0).result()
-        for future in [*waiting, pool.submit(encode_group, group)]:
+        for future in waiting:
             yield from future.result()
 
 
@@ -298,10 +333,11 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
     unsaved = {"train": bytearray(), "val": bytearray()}
     n_tokens = Counter()
     fingerprint = hashlib.sha256()
-    shards = (f"train-{n:05}.npy" for n in count())
+    names = (directory / f"train-{n:05}.npy" for n in count())
 
-    def save(split, name):
-        np.save(directory / name, np.frombuffer(unsaved[split], dtype))
+    def save_shard():
+        np.save(next(names), np.frombuffer(unsaved["train"], dtype))
+        unsaved["train"] = bytearray()
 
     for split, ids in encoded:
         ids = np.array(ids if len(ids) else end, dtype)
@@ -309,9 +345,8 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
         n_tokens[split] += len(ids)
         fingerprint.update(ids)
         if len(unsaved["train"]) >= TOKENS_PER_SHARD * dtype.itemsize:
-            save("train", next(shards))
-            unsaved["train"] = bytearray()
+            save_shard()
     if unsaved["train"]:
-        save("train", next(shards))
-    save("val", "val.npy")
+        save_shard()
+    np.save(directory / "val.npy", np.frombuffer(unsaved["val"], dtype))
     return n_tokens, fingerprint.hexdigest()
