@@ -16,7 +16,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 import tyro
 
@@ -90,9 +89,7 @@ def prepare(config: PrepareConfig) -> Path:
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
             error = f"{target}: too little text to train and validate on: give more text"
             raise UserError("; ".join([error, *corpus.refused[:5]]))
-        ids = np.load(directory / "val.npy", mmap_mode="r")[:1000]
-        text = tokenizer.decode(ids.tolist()).replace(tokenizers.END_OF_TEXT, "")
-        tokenizers.save_tokenizer(tokenizer, directory, text)
+        tokenizers.save_tokenizer(tokenizer, directory)
         meta = {
             "format": 1,
             "tokenizer": tokenizer.name if config.tokenizer == "auto" else config.tokenizer,

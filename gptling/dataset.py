@@ -19,7 +19,8 @@ class Dataset:
     def __init__(self, name: str, block_size: int, eval_tokens: int = 0):
         directory = Path("data") / name
         if not (directory / "meta.json").is_file():
-            prepared = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
+            files = sorted(Path("data").glob("*/meta.json"))
+            prepared = [file.parent.name for file in files]
             remedy = f"python prepare.py YOUR.txt --name={name}, or --dataset from {prepared}"
             if Path(name).exists():  # a text itself
                 remedy = f"python prepare.py {name} prepares it, and prints the next command"
@@ -31,9 +32,10 @@ class Dataset:
         shards = sorted(directory.glob("train-*.npy"))
         self.train = [np.load(shard, mmap_mode="r") for shard in shards]
         self.val = np.load(directory / "val.npy", mmap_mode="r")
-        lengths = [len(shard) for shard in self.train]
+        lengths = [*map(len, self.train)]
         self.n_tokens = sum(lengths)
-        self.longest = min(max(lengths), len(self.val)) - 1  # sequence of both splits
+        n_shared = min(max(lengths), len(self.val))
+        self.longest = n_shared - 1  # sequence that both splits have
         if self.longest < block_size:
             remedy = f"prepare more text, or lower --block_size={block_size}"
             raise UserError(f"{directory} has sequences of {self.longest} tokens at most: {remedy}")
@@ -44,49 +46,60 @@ class Dataset:
         """Choose the validation sequences: all of the split (0), or enough for eval_tokens, spread
         evenly. They have val_targets tokens to predict, which are val_bytes bytes of text."""
         T = self.block_size
-        n_all = math.ceil((len(self.val) - 1) / T)  # the last may be shorter
-        n = min(n_all, math.ceil(eval_tokens / T)) or n_all
+        targets = self.val[1:]
+        n_all = math.ceil(len(targets) / T)  # the last may be shorter
+        wanted = math.ceil(eval_tokens / T)
+        n = min(n_all, wanted) or n_all
         self.val_starts = np.arange(n) * n_all // n * T
-        targets = [self.val[start + 1 : start + 1 + T] for start in self.val_starts]
-        targets = np.concatenate(targets)
-        self.val_targets = len(targets)
-        self.val_bytes = int(bytes_per_token(self.tokenizer)[targets].sum())
+        chosen = [targets[start : start + T] for start in self.val_starts]
+        ids = np.concatenate(chosen)
+        sizes = bytes_per_token(self.tokenizer)[ids]
+        self.val_targets = len(ids)
+        self.val_bytes = int(sizes.sum())
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""
         ours = self.tokenizer
         theirs = load_tokenizer(checkpoint)
-        is_same = ours._mergeable_ranks == theirs._mergeable_ranks
-        if not is_same or ours.n_vocab > vocab_size:
+        has_same_tokens = ours._mergeable_ranks == theirs._mergeable_ranks
+        if ours.n_vocab > vocab_size or not has_same_tokens:
             remedy = f"prepare that text with --tokenizer={checkpoint}"
             raise UserError(f"{checkpoint} has another tokenizer than {self.directory}: {remedy}")
 
-    def batch(self, config, step: int, processes) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def batch(self, config, step: int, processes) -> list[tuple]:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
-        rank, world_size = processes.rank, processes.world_size
+        rank = processes.rank
+        world_size = processes.world_size
+        _, micro_steps = micro_batches(config, world_size)
         batches = []
-        for micro_step in range(micro_batches(config, world_size)[1]):
+        for micro_step in range(micro_steps):
             ids = get_sequences(self.train, config, step, micro_step, rank, world_size)
             ids = processes.to_device(ids)
+            inputs = ids[:, :-1]
             targets = ids[:, 1:].clone()  # that you may change
-            batches.append((ids[:, :-1], targets))
+            batches.append((inputs, targets))
         return batches
 
-    def validation_batches(self, batch_size: int, processes) -> Iterator[tuple[torch.Tensor, ...]]:
+    def validation_batches(self, batch_size: int, processes) -> Iterator[tuple]:
         """Yield (inputs, targets) of this process's share of the validation sequences. The last
         ones end in targets of -100: every process has the same number, as FSDP needs."""
-        T = self.block_size
-        starts = self.val_starts
-        size = min(batch_size, math.ceil(len(starts) / processes.world_size))
-        for i in range(0, len(starts), size * processes.world_size):
+        length = self.block_size + 1
+        n = len(self.val_starts)
+        share = math.ceil(n / processes.world_size)
+        size = min(batch_size, share)
+        stride = size * processes.world_size
+        for i in range(0, n, stride):
             first = i + processes.rank * size
-            sequences = torch.full((size, T + 1), -100)
-            for row, start in enumerate(starts[first : first + size]):
-                ids = self.val[start : start + T + 1].astype(np.int64)
-                sequences[row, : len(ids)] = torch.from_numpy(ids)
+            starts = self.val_starts[first : first + size]
+            sequences = np.full((size, length), -100, dtype=np.int64)
+            for row, start in enumerate(starts):
+                ids = self.val[start : start + length]
+                sequences[row, : len(ids)] = ids
+            sequences = torch.from_numpy(sequences)
             sequences = processes.to_device(sequences)
-            inputs = sequences[:, :-1].clamp(min=0)
-            yield inputs, sequences[:, 1:]
+            inputs = sequences[:, :-1]
+            targets = sequences[:, 1:]
+            yield inputs.clamp(min=0), targets
 
 
 def tokens_per_step(fields: dict) -> int:
@@ -98,7 +111,8 @@ def tokens_per_step(fields: dict) -> int:
 def micro_batches(config, world_size: int) -> tuple[int, int]:
     """The sequences in a micro-batch of one process, and its micro-batches in a step: together
     batch_size * gradient_accumulation_steps sequences, however many processes share them."""
-    share, rest = divmod(config.batch_size * config.gradient_accumulation_steps, world_size)
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    share, rest = divmod(sequences, world_size)
     if rest:
         raise UserError(f"batch_size * gradient_accumulation_steps is no multiple of {world_size}")
     size = min(share, config.batch_size)
@@ -118,12 +132,16 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.nd
     for shard, length in enumerate(lengths):
         # One sequence less than would fit, so that the first may begin at any of T places.
         n = max(length // T - 1, int(length > T))
+        n_firsts = min(T, length - n * T)
         rng = np.random.default_rng((seed, epoch, shard))
-        first = rng.integers(min(T, length - n * T))
+        first = rng.integers(n_firsts)
         starts = first + T * np.arange(n)
-        places.append(np.stack([np.full(n, shard), starts], axis=1))
+        shards = np.full(n, shard)
+        pairs = np.stack([shards, starts], axis=1)
+        places.append(pairs)
+    places = np.concatenate(places)
     rng = np.random.default_rng((seed, epoch))
-    return rng.permutation(np.concatenate(places))
+    return rng.permutation(places)
 
 
 def get_sequences(shards, config, step: int, micro_step=0, rank=0, world_size=1) -> torch.Tensor:
@@ -131,12 +149,16 @@ def get_sequences(shards, config, step: int, micro_step=0, rank=0, world_size=1)
     the one before. An epoch visits all. Micro-batch m of rank r is m * world_size + r of a step."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
-    micro_batch = (step * micro_steps + micro_step) * world_size + rank  # since the run began
+    micro_steps_before = step * micro_steps + micro_step  # since the run began
+    first = (micro_steps_before * world_size + rank) * B
     lengths = tuple(map(len, shards))
-    n = len(draw_epoch(lengths, T, config.seed, 0))  # as many as in every epoch
+    first_epoch = draw_epoch(lengths, T, config.seed, 0)
+    n = len(first_epoch)  # as in every epoch
     sequences = np.empty((B, T + 1), dtype=np.int64)
     for row in range(B):
-        epoch, i = divmod(micro_batch * B + row, n)
-        shard, start = draw_epoch(lengths, T, config.seed, epoch)[i]
-        sequences[row] = shards[shard][start : start + T + 1]
+        epoch, i = divmod(first + row, n)
+        order = draw_epoch(lengths, T, config.seed, epoch)
+        shard, start = order[i]
+        end = start + T + 1
+        sequences[row] = shards[shard][start:end]
     return torch.from_numpy(sequences)

@@ -244,11 +244,12 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path, text: str):
-    """Write tokenizer.json. Raises UserError if what load_tokenizer reads there encodes the text
-    otherwise, as it does if tokenizer_to_json does not know a new kind."""
+def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path):
+    """Write tokenizer.json. Raises UserError if what load_tokenizer reads there encodes otherwise,
+    as it does if tokenizer_to_json does not know a new class."""
     (directory / "tokenizer.json").write_text(tokenizer_to_json(tokenizer), "utf-8")
     stored = load_tokenizer(directory)
-    if not np.array_equal(encode(stored, text), encode(tokenizer, text)):
+    all_tokens = b"".join(tokenizer._mergeable_ranks).decode(errors="ignore")
+    if not np.array_equal(encode(stored, all_tokens), encode(tokenizer, all_tokens)):
         remedy = "tokenizer_to_json and load_tokenizer have to know its class"
         raise UserError(f"tokenizer.json of {tokenizer.name} gives other tokens: {remedy}")
