@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections import namedtuple
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -196,22 +195,6 @@ def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
         print(f"{name} against {first} {question}: {verdict}")
 
 
-def draw_curves(logs: dict[str, list]):
-    """Draw the losses over seconds, a line for each run."""
-    from matplotlib.figure import Figure  # without pyplot, which may want a display
-
-    axes = Figure(layout="constrained").add_subplot(xlabel="seconds", ylabel="bits per byte")
-    for number, (name, runs) in enumerate(logs.items()):
-        for log in runs:
-            evaluations = [entry for entry in log if "val_loss" in entry]
-            seconds = [entry["seconds"] for entry in evaluations]
-            losses = [entry["bits_per_byte"] for entry in evaluations]
-            axes.plot(seconds, losses, "o-", color=f"C{number}")
-        axes.lines[-1].set_label(name)
-    axes.legend()
-    axes.figure.savefig(OUT / "curves.png")
-
-
 def main():
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
@@ -232,8 +215,6 @@ def main():
     steps = steps_in_the_same_time(logs, n_steps)
     logs = train_all(sides, steps, seconds)
     report(logs, steps, f"in the time of {n_steps} steps")
-    if find_spec("matplotlib"):
-        draw_curves(logs)
 
 
 if __name__ == "__main__":

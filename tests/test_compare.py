@@ -229,10 +229,8 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
     assert "after 20 steps: no difference that 2 seeds can show" in output
     assert "in the time of 20 steps: the times vary too much to say" in output
     pytest.importorskip("matplotlib", reason="pip install -e '.[curves]'")
-    assert Path("out/compare/curves.png").stat().st_size > 10_000
 
     # Everything that a run depends on makes new runs.
-    monkeypatch.setattr(compare, "draw_curves", lambda *_: None)
     assert len(train("--n_layer=1")[1]) == 6
     Path("my.toml").write_text("n_head = 2\nmax_iters = 20\n")
     assert len(train()[1]) == 6
