@@ -255,7 +255,8 @@ def main():
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1)
 
-        batch = data.batch(config, step, processes)  # to mask targets, make them -100 here
+        batch = data.batch(config, step, processes)
+        # To mask targets, make them -100 here, before they are counted.
         n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # in all processes
         losses = {}  # of the step: "loss", and what a changed model adds to it
         for micro_step, (x, y) in enumerate(batch):

@@ -28,7 +28,7 @@ START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "out_dir"}
 START_FLAGS |= {"allow_changed_model", "vocab_size"}
 NOT_TRAINED = (
     "warning: the weights in this checkpoint are not those of the last step, but a resumed run "
-    "would train them. Swap averaged weights in after save(), or back before it"
+    "would train them: swap averaged weights back before save()"
 )
 print_once = cache(print)
 

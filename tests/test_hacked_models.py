@@ -469,18 +469,20 @@ def resumed_and_not(run, changes, tmp_path, step: int, *flags) -> list[bytes]:
 
 
 def test_further_state_is_saved_and_resumed(run, tmp_path):
-    """An average of all weights, which is what is validated, beside the weights that train."""
+    """An average of all weights, by the recipe in docs/contributing.md."""
     state = STATE, AVERAGE + STATE.replace("}", ', "average": average}')
-    swapped = EVALUATE, SWAP + EVALUATE + SWAP
-    changes = state, (DONE, UPDATE), swapped
-    said, (whole, again) = resumed_and_not(run, changes, tmp_path, 4)
+    its_loss = 'loss.evaluate(average, *validation[1:])["val_loss"]'
+    line = f'            metrics["average_loss"] = {its_loss}\n'
+    said, (whole, again) = resumed_and_not(
+        run, (state, (DONE, UPDATE), (EVALUATE, EVALUATE + line)), tmp_path, 4
+    )
     assert "warning" not in said and whole == again
-    runs = [tmp_path / "out" / name for name in ("mine", "again")]
-    states = [load_training_state(path / "checkpoint-6")["stateful"]["average"] for path in runs]
+    runs = [tmp_path / "out" / name / "checkpoint-6" for name in ("mine", "again")]
+    states = [load_training_state(path)["stateful"]["average"] for path in runs]
     assert states[0]["n_averaged"] == 6
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    losses = [[e["val_loss"] for e in read_log(path) if "val_loss" in e] for path in runs]
-    assert losses[0][-1] == losses[1][-1]
+    metrics = [json.loads((path / "metrics.json").read_text()) for path in runs]
+    assert metrics[0] == metrics[1] and metrics[0]["average_loss"] != metrics[0]["val_loss"]
 
 
 def test_weights_that_did_not_train_are_not_saved_without_a_word(run):

@@ -75,7 +75,7 @@ def check_training(flags: list[str], prepare_flags: list[str]) -> Path:
     train.learning_rate = rate
     script(train, *stopped)
     newest = Path("out/text/checkpoint-16")
-    for name in ("config.json", "model.safetensors"):
+    for name in ("config.json", "model.safetensors", "metrics.json"):
         resumed = Path("out/stopped/checkpoint-16", name).read_bytes()
         assert resumed == (newest / name).read_bytes(), f"{name} differs after a resumed run"
 
