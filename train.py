@@ -48,6 +48,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     n_head: Planned[PositiveInt] = None  # attention heads per block
     n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
     dropout: Planned[Share] = None  # share of activations set to 0 in training
+    bpe_dropout: Planned[Share] = None  # share of merges left out: other tokens in each epoch
     bias: bool = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: Suppress[int] = 1  # the tokenizer's
     vocab_multiple: PositiveInt = 1  # round the vocabulary size up to a multiple. 128 suits GPUs
@@ -111,7 +112,7 @@ FIXED = {"init_from", "optimizer", "seed", "vocab_multiple", "block_size", "bias
 # The values of planned fields in a run of --max_iters. Its rates follow from the width.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
 SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1, "weight_decay": 0.1}
-SMALL |= {"max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
+SMALL |= {"bpe_dropout": 0.0, "max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -214,6 +215,7 @@ def main():
     if state and state["data"] != data.fingerprint:
         remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
         raise UserError(f"{data.directory} is not what {config.out_dir} was trained on: {remedy}")
+    data.vary_tokens(config.bpe_dropout, config.seed)
     model, parallel, compiled, autocast, dtype, optimizers = set_up(config, data, source, processes)
     if config.eval_only:
         metrics = loss.evaluate(parallel, data, config.batch_size, processes, autocast)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from gptling.files import UserError, read_json
-from gptling.tokenizers import bytes_per_token, load_tokenizer
+from gptling.subwords import vary_tokens
+from gptling.tokenizers import bytes_per_token, has_merges, load_tokenizer
 
 
 class Dataset:
@@ -56,6 +57,12 @@ class Dataset:
         sizes = bytes_per_token(self.tokenizer)[ids]
         self.val_targets = len(ids)
         self.val_bytes = int(sizes.sum())
+
+    def vary_tokens(self, dropout: float, seed: int):
+        """Train on other tokens of the same text in each pass over it, if they are a BPE's and
+        dropout is not 0."""
+        if dropout and has_merges(self.tokenizer):
+            self.train = vary_tokens(self.train, self.tokenizer, dropout, seed)
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""

@@ -16,6 +16,7 @@ from gptling import threads
 from gptling.cli import is_out_of_memory, progress_bar
 from gptling.dataset import Dataset, tokens_per_step
 from gptling.loss import objective_and_parts
+from gptling.tokenizers import has_merges
 
 # Layers and widths to choose from: the largest model that sees enough tokens in the time.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
@@ -26,12 +27,14 @@ ENOUGH_EPOCHS = 4
 # A run ends after so many epochs or steps: the later of the two.
 MAX_EPOCHS = 16
 SHORT_TEXT_STEPS = 600
+VARIED_EPOCHS = 32  # with bpe_dropout
+VARIED_STEPS = 1200
 FINE_TUNING_EPOCHS = 6  # of --init_from
 FINE_TUNING_STEPS = 100
 # The largest model has so many parameters per token of the text, or so many.
 PARAMETERS_PER_TOKEN = 25
 SHORT_TEXT_PARAMETERS = 2_600_000
-DROPOUT_MEMORISATION = 35  # see Planner.fields_for
+DROPOUT_MEMORISATION, BPE_DROPOUT_MEMORISATION = 35, 100  # see Planner.fields_for
 EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
 SAVING = 0.4  # seconds of a checkpoint and its sample: this or the next, if that is more
@@ -79,12 +82,11 @@ def saving_time(n_parameters: int) -> float:
 
 def most_steps(fields: dict, train_tokens: int) -> int:
     """Return after how many steps a run ends before it overfits."""
-    if fields["init_from"] == "scratch":
-        epochs = MAX_EPOCHS
-        steps = SHORT_TEXT_STEPS
-    else:
-        epochs = FINE_TUNING_EPOCHS
-        steps = FINE_TUNING_STEPS
+    epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
+    if fields["bpe_dropout"]:
+        epochs, steps = VARIED_EPOCHS, VARIED_STEPS
+    if fields["init_from"] != "scratch":
+        epochs, steps = FINE_TUNING_EPOCHS, FINE_TUNING_STEPS
     return max(steps, int(train_tokens * epochs / tokens_per_step(fields)))
 
 
@@ -106,6 +108,7 @@ class Planner:
         self.val_tokens = len(data.val)
         self.vocab_size = data.tokenizer.n_vocab
         self.longest = min(longest, data.longest)
+        self.can_vary = has_merges(data.tokenizer) and config.init_from == "scratch"  # the tokens
         self.compiling = 0.0  # seconds
         self.overfits = False  # with all of the time
         self.busy = False  # whether other programs compute now
@@ -115,8 +118,14 @@ class Planner:
         candidate, step = self.choose_model()
         if step == math.inf:
             raise MemoryError
-        tokens = self.schedule(candidate, step)["max_iters"] * tokens_per_step(candidate)
-        fields = self.fields_for(candidate["n_layer"], candidate["n_embd"], tokens)
+
+        def fields_in_time(fields):
+            tokens = self.schedule(fields, step)["max_iters"] * tokens_per_step(fields)
+            return self.fields_for(fields["n_layer"], fields["n_embd"], tokens)
+
+        fields = fields_in_time(candidate)
+        if fields["bpe_dropout"]:  # more epochs are worth their time
+            fields = fields_in_time(fields)
         if fields != candidate:
             its_step = self.time_step(fields)
             if its_step < math.inf:
@@ -163,6 +172,7 @@ class Planner:
         tokens = tokens or self.enough_tokens(n_parameters)
         # Epochs times parameters per token of the text: how well it could be memorised.
         memorisation = tokens / self.train_tokens * n_parameters / self.train_tokens
+        varied = self.can_vary and memorisation >= BPE_DROPOUT_MEMORISATION
         decay = 0.1
         if self.config.init_from == "scratch":
             decay = round(min(0.8, 0.1 + memorisation / 1600), 2)
@@ -174,6 +184,7 @@ class Planner:
             "n_head": next(n for n in heads if width % n == 0),
             "block_size": min(1024, block_size, self.longest),
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
+            "bpe_dropout": 0.1 if varied else 0.0,
             "weight_decay": decay,
             "gradient_accumulation_steps": self.processes.world_size,
         }
@@ -287,10 +298,11 @@ def plan_run(config, longest: float, set_up, processes):
     fill_in(config, planner.plan())
     start = f"plan for {config.minutes:g} min: "
     muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""
+    varied = f", bpe_dropout {config.bpe_dropout:g}" if config.bpe_dropout else ""
     print(
         f"{start}{config.n_layer} layers of {config.n_embd}, {config.max_iters:,} steps, "
         f"dropout {config.dropout:g}, weight_decay {config.weight_decay:.3g},\n"
-        f"{' ' * len(start)}learning_rate {config.learning_rate:.3g}{muon}"
+        f"{' ' * len(start)}learning_rate {config.learning_rate:.3g}{muon}{varied}"
     )
     if planner.busy:
         print("The machine is busy with other programs: this plan is small.")

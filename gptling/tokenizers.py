@@ -170,6 +170,11 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
     return all(bytes([byte]) in tokenizer._mergeable_ranks for byte in range(256))
 
 
+def has_merges(tokenizer: tiktoken.Encoding) -> bool:
+    """Whether a tokenizer is a BPE: neither characters nor bytes, nor a class of your own."""
+    return type(tokenizer) is tiktoken.Encoding and tokenizer._pat_str != ANY_CHARACTER
+
+
 def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=()) -> np.ndarray:
     """Token ids, (n,) uint32. special: the special tokens that are tokens in the text, any other is
     plain text. Raises UserError for a character that the tokenizer lacks: tiktoken would abort."""

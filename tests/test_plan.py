@@ -38,6 +38,7 @@ class Simulator(Planner):
         processes = SimpleNamespace(world_size=world_size, device="cpu")
         super().__init__(TrainConfig(**fixed), data, math.inf, None, processes)
         self.left, self.flops, self.timed = 60 * minutes, flops, []
+        self.can_vary = self.vocab_size > 100
 
     def plan(self):
         fill_in(self.config, super().plan())
@@ -60,28 +61,28 @@ def tokens_seen(fields):
     return fields["max_iters"] * tokens_per_step(fields)
 
 
-FIELDS = "n_layer n_head n_embd dropout weight_decay block_size batch_size "
+FIELDS = "n_layer n_head n_embd dropout bpe_dropout weight_decay block_size batch_size "
 FIELDS += "gradient_accumulation_steps max_iters learning_rate muon_lr eval_interval eval_tokens"
 ADAMW = {"optimizer": "adamw", "n_embd": 512}
 TRAINED = {"init_from": "gpt2", "batch_size": 300, "block_size": 100}
 EVALUATED = {"eval_interval": 20, "eval_tokens": 100_000}
 RATE = {"eval_tokens": 0, "learning_rate": 0.003}
 PLANS = [
-    (NOTE, 1, {}, "3 4 256 0.1 0.8 64 16 1 260 0.0075 0.035355 87 1000"),
-    (NOTES, 1, {}, "3 4 256 0.1 0.54 64 16 1 258 0.0075 0.035355 86 3000"),
-    (BOOK, 4, {}, "2 4 256 0 0.11 64 32 1 974 0.0075 0.035355 325 40000"),
-    (BOOK, 8, {}, "3 4 256 0.1 0.13 64 32 1 951 0.0075 0.035355 136 -1"),
-    (BOOK, 60, {}, "4 6 384 0.1 0.25 64 32 1 2586 0.005 0.028868 259 40000"),
-    (BOOKS, 1, {}, "2 2 64 0 0.1 64 32 1 682 0.01 0.05 228 59486"),
-    (BOOKS, 10, {}, "2 6 192 0 0.1 128 32 1 896 0.01 0.040825 100 51299"),
-    (BOOKS, 100, {}, "3 4 256 0 0.1 256 16 1 4669 0.0075 0.035355 467 -1"),
-    (BOOKS, 5000, {}, "6 8 512 0 0.1 1024 8 2 12005 0.00375 0.025 1201 -1"),
-    (BOOKS, 5, {"n_embd": 300}, "2 4 300 0 0.1 64 32 1 465 0.0064 0.03266 117 30018"),
-    (BOOKS, 5, ADAMW, "2 8 512 0 0.1 64 16 1 396 0.00070711 0.025 99 12874"),
-    (BOOKS, 5, TRAINED, "2 4 128 0 0.1 100 300 1 100 0.001 0.005 25 94665"),
-    (BOOKS, 5, EVALUATED, "2 4 128 0 0.1 64 32 1 835 0.01 0.05 20 100000"),
-    (BOOKS, 5, RATE, "2 4 128 0 0.1 64 32 1 952 0.003 0.05 952 0"),
-    (BOOKS, 5, {"world_size": 6}, "2 4 128 0 0.1 128 4 6 1015 0.01 0.05 254 98073"),
+    (NOTE, 1, {}, "3 4 256 0.1 0 0.8 64 16 1 260 0.0075 0.035355 87 1000"),
+    (NOTES, 1, {}, "3 4 256 0.1 0 0.54 64 16 1 258 0.0075 0.035355 86 3000"),
+    (BOOK, 4, {}, "2 4 256 0 0 0.11 64 32 1 974 0.0075 0.035355 325 40000"),
+    (BOOK, 8, {}, "3 4 256 0.1 0 0.13 64 32 1 951 0.0075 0.035355 136 -1"),
+    (BOOK, 60, {}, "4 6 384 0.1 0.1 0.25 64 32 1 2586 0.005 0.028868 259 40000"),
+    (BOOKS, 1, {}, "2 2 64 0 0 0.1 64 32 1 682 0.01 0.05 228 59486"),
+    (BOOKS, 10, {}, "2 6 192 0 0 0.1 128 32 1 896 0.01 0.040825 100 51299"),
+    (BOOKS, 100, {}, "3 4 256 0 0 0.1 256 16 1 4669 0.0075 0.035355 467 -1"),
+    (BOOKS, 5000, {}, "6 8 512 0 0 0.1 1024 8 2 12005 0.00375 0.025 1201 -1"),
+    (BOOKS, 5, {"n_embd": 300}, "2 4 300 0 0 0.1 64 32 1 465 0.0064 0.03266 117 30018"),
+    (BOOKS, 5, ADAMW, "2 8 512 0 0 0.1 64 16 1 396 0.00070711 0.025 99 12874"),
+    (BOOKS, 5, TRAINED, "2 4 128 0 0 0.1 100 300 1 100 0.001 0.005 25 94665"),
+    (BOOKS, 5, EVALUATED, "2 4 128 0 0 0.1 64 32 1 835 0.01 0.05 20 100000"),
+    (BOOKS, 5, RATE, "2 4 128 0 0 0.1 64 32 1 952 0.003 0.05 952 0"),
+    (BOOKS, 5, {"world_size": 6}, "2 4 128 0 0 0.1 128 4 6 1015 0.01 0.05 254 98073"),
 ]
 
 
@@ -106,7 +107,7 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(data
         sizes.append(planner.parameters(fields))
         seen.append(tokens_seen(fields))
         assert n == 15 or seen[-1] > 0.75 * min(1.5 * sizes[-1], 4 * data.n_tokens)
-        assert seen[-1] <= 16 * data.n_tokens
+        assert seen[-1] <= (32 if fields["bpe_dropout"] else 16) * data.n_tokens
     assert sizes == sorted(sizes) and sizes[-1] > 3 * sizes[0]
 
 
@@ -132,7 +133,8 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
     spent = 60 * minutes - planner.left + fields["max_iters"] * step + n * (evaluating + saving)
     if fields["eval_tokens"] == -1:  # the last one covers the whole split
         spent += len(data.val) * step / tokens_per_step(fields) / 3
-    used_up = tokens_seen(fields) > 0.99 * 16 * data.n_tokens
+    most = (32 if fields["bpe_dropout"] else 16) * data.n_tokens
+    used_up = tokens_seen(fields) > 0.99 * most
     assert spent < 60 * minutes and planner.overfits == used_up
     assert spent > 0.85 * 60 * minutes - 6 or used_up
     if not options:

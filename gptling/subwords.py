@@ -1,0 +1,91 @@
+"""Subword regularisation: in each pass over a short text, its words are other tokens.
+Provilkov et al. 2020, BPE-dropout, https://arxiv.org/abs/1910.13267"""
+
+import numpy as np
+import regex  # tiktoken requires it
+import tiktoken
+
+PASSES = 16  # over the text
+SPLITS = 8  # of each word. A pass has any of them at each place
+LONGEST = 32  # bytes of a word that is split. Longer ones are rare
+
+
+def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed: int) -> list:
+    """Return the training tokens PASSES times, an array each, with words split at random:
+    "resolved" is resol|ved, res|olved, re|sol|ved and so on. dropout: see split_words."""
+    rng = np.random.default_rng(seed)
+    ids = np.concatenate(shards).tolist()
+    words = find_words(tokenizer.decode_bytes(ids).decode(), tokenizer)
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    text = np.array([numbers[word] for word in words])
+    usual = [tokenizer.encode(word, allowed_special="all") for word in numbers]
+    letters = {}  # number of a word: its bytes as tokens
+    for word, number in numbers.items():
+        ids = [tokenizer._mergeable_ranks.get(bytes([byte])) for byte in word.encode()]
+        if len(ids) <= LONGEST and None not in ids and word not in tokenizer.special_tokens_set:
+            letters[number] = ids
+    merges = find_merges(tokenizer)
+    variants = []  # the first one of all words, the second one of all words, ...
+    for _ in range(SPLITS):
+        splits = split_words([*letters.values()], merges, tokenizer.n_vocab, dropout, rng)
+        chosen = dict(zip(letters, splits, strict=True))
+        variants += [chosen.get(number, ids) for number, ids in enumerate(usual)]
+    flat = np.concatenate(variants).astype(shards[0].dtype)
+    lengths = np.array([len(variant) for variant in variants])
+    starts = np.cumsum(lengths) - lengths
+    passes = []
+    for _ in range(PASSES):
+        chosen = text + len(numbers) * rng.integers(SPLITS, size=len(text))
+        n = lengths[chosen]
+        first = np.cumsum(n) - n  # the place of each word in this pass
+        moves = np.repeat(starts[chosen] - first, n)
+        passes.append(flat[np.arange(len(moves)) + moves])
+    return passes
+
+
+def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
+    """Return the words of a text, which tokens never cross, and the special tokens in it."""
+    special = [regex.escape(token) for token in tokenizer.special_tokens_set]
+    return regex.findall("|".join([*special, tokenizer._pat_str]), text)
+
+
+def find_merges(tokenizer: tiktoken.Encoding) -> dict[int, int]:
+    """Return {a * n_vocab + b: ab} for the tokens a and b that are a token ab together."""
+    ranks = tokenizer._mergeable_ranks
+    merges = {}
+    for token, rank in ranks.items():
+        for i in range(1, len(token)):
+            first = ranks.get(token[:i])
+            second = ranks.get(token[i:])
+            if first is not None and second is not None:
+                merges[first * tokenizer.n_vocab + second] = rank
+    return merges
+
+
+def split_words(words: list[list[int]], merges: dict, n_vocab: int, dropout: float, rng) -> list:
+    """Return the tokens of each word, given those of its bytes. Byte-pair encoding merges the pair
+    with the lowest token, again and again. Here each step overlooks a share `dropout` of pairs."""
+    pairs = np.array(sorted(merges))
+    merged = np.array([merges[pair] for pair in pairs.tolist()])
+    longest = max(map(len, words))
+    tokens = np.full((len(words), longest + 1), -1)  # a row for each word
+    for row, word in enumerate(words):
+        tokens[row, : len(word)] = word
+    unfinished = np.arange(len(words))
+    while len(unfinished):
+        now = tokens[unfinished]
+        pair = now[:, :-1] * n_vocab + now[:, 1:]
+        found = np.searchsorted(pairs, pair).clip(max=len(pairs) - 1)
+        possible = (pairs[found] == pair) & (now[:, 1:] >= 0)
+        possible &= rng.random(pair.shape) >= dropout
+        some = possible.any(axis=1)
+        unfinished = unfinished[some]
+        now = now[some]
+        ids = np.where(possible, merged[found], n_vocab)[some]
+        best = ids.argmin(axis=1)
+        after = np.arange(longest) > best[:, None]  # moves up by one token
+        now[:, :-1] = np.where(after, now[:, 1:], now[:, :-1])
+        now[np.arange(len(now)), best] = ids.min(axis=1)
+        now[:, -1] = -1
+        tokens[unfinished] = now
+    return [row[row >= 0] for row in tokens]

@@ -1,0 +1,77 @@
+"""Subword regularisation: the same text in other tokens, on each pass over it."""
+
+import numpy as np
+import pytest
+import torch
+
+from gptling.dataset import Dataset
+from gptling.subwords import find_merges, find_words, split_words, vary_tokens
+from gptling.tokenizers import build_tokenizer
+from tests.conftest import TINY, output_of, read_log
+from tests.test_resume import weights
+
+WORDS = "the cat sat on the mat, and 12 other cats résumed 你好 the catalogue. "
+TEXT = "\n".join(WORDS + f"{n} bottles hang there" for n in range(300))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer("bpe", [TEXT], 320)
+
+
+def tokens_of(tokenizer, text=TEXT):
+    return [np.array(tokenizer.encode_ordinary(text), dtype=np.uint16)]
+
+
+def test_without_dropout_the_tokens_are_those_of_the_tokenizer(tokenizer):
+    """tiktoken is the oracle of the merges and of their order."""
+    words = list(dict.fromkeys(find_words(TEXT, tokenizer)))
+    assert "".join(find_words(TEXT, tokenizer)) == TEXT
+    spelled = [[tokenizer._mergeable_ranks[bytes([b])] for b in w.encode()] for w in words]
+    rng = np.random.default_rng(0)
+    split = split_words(spelled, find_merges(tokenizer), tokenizer.n_vocab, 0.0, rng)
+    assert [ids.tolist() for ids in split] == [tokenizer.encode_ordinary(w) for w in words]
+    shards = tokens_of(tokenizer)
+    for varied in vary_tokens(shards, tokenizer, 0.0, seed=0):
+        assert np.array_equal(varied, shards[0]) and varied.dtype == np.uint16
+
+
+def test_each_pass_has_the_same_text_in_other_tokens(tokenizer):
+    end = [tokenizer.eot_token]
+    shards = [*tokens_of(tokenizer, TEXT[:5000]), np.array(end), *tokens_of(tokenizer, TEXT[5000:])]
+    shards = [shard.astype(np.uint16) for shard in shards]
+    ids = np.concatenate(shards)
+    passes = vary_tokens(shards, tokenizer, 0.1, seed=1)
+    for varied in passes:
+        assert tokenizer.decode_bytes(varied.tolist()) == tokenizer.decode_bytes(ids.tolist())
+        assert 1.01 < len(varied) / len(ids) < 1.4 and (varied == end[0]).sum() == 1
+    assert len({varied.tobytes() for varied in passes}) == len(passes) == 16
+    again = vary_tokens(shards, tokenizer, 0.1, seed=1)
+    assert all(map(np.array_equal, passes, again))
+    assert not np.array_equal(passes[0], vary_tokens(shards, tokenizer, 0.1, seed=2)[0])
+
+
+def test_a_run_with_other_tokens_resumes_bit_for_bit(tmp_path, train_here, monkeypatch):
+    """Its validation text has the usual ones. Characters have no other ones."""
+    (tmp_path / "mine.txt").write_text(TEXT)
+    for kind in ("bpe", "char"):
+        words = [f"--tokenizer={kind}", f"--name={kind}", *["--vocab_size=320"] * (kind == "bpe")]
+        output_of("prepare.py", "mine.txt", *words, cwd=tmp_path)
+    flags = ["--dataset=bpe", *TINY, "--max_iters=6", "--eval_interval=3", "--log_interval=1"]
+    flags += ["--bpe_dropout=0.1"]
+    for name, more in (("one", []), ("two", ["--keep_last=9"])):
+        output_of("train.py", *flags, f"--out_dir=out/{name}", *more, cwd=tmp_path)
+    for path in (tmp_path / "out/two").glob("checkpoint-6"):
+        path.rename(tmp_path / "moved")
+    output_of("train.py", "--out_dir=out/two", "--resume", cwd=tmp_path)
+    one, two = (weights(tmp_path / "out" / name, 6) for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    output_of("train.py", *flags, "--bpe_dropout=0", "--out_dir=out/usual", cwd=tmp_path)
+    logs = [read_log(tmp_path / "out" / name) for name in ("one", "usual")]
+    assert logs[0][0]["loss"] != logs[1][0]["loss"]
+    assert logs[0][-1]["val_tokens"] == logs[1][-1]["val_tokens"]
+    monkeypatch.chdir(tmp_path)
+    data = Dataset("char", 8)
+    before = data.train
+    data.vary_tokens(0.5, seed=1)
+    assert data.train is before
