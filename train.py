@@ -83,9 +83,8 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split
     eval_interval: Planned[PositiveInt] = None  # evaluate and save a checkpoint every so many steps
-    eval_tokens: Planned[AtLeastMinus1] = (
-        None  # validate on about so many tokens. 0: all. -1: all last
-    )
+    # validate on about this many tokens, evenly spread. 0: on all. -1: on few, and last on all
+    eval_tokens: Planned[AtLeastMinus1] = None
     keep_last: PositiveInt = 2  # recent checkpoints to keep, besides the best one
     log_interval: PositiveInt = 10  # steps between lines of log.jsonl
     curves: bool = True  # write loss.png and TensorBoard files, if these packages are installed

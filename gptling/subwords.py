@@ -6,7 +6,7 @@ import regex  # tiktoken requires it
 import tiktoken
 
 PASSES = 16  # over the text
-SPLITS = 8  # of each word. A pass has any of them at each place
+FEWEST, MOST = 8, 256  # splits of a word: as many as it occurs, within these
 LONGEST = 32  # bytes of a word that is split. Longer ones are rare
 
 
@@ -18,29 +18,35 @@ def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed
     words = find_words(tokenizer.decode_bytes(ids).decode(), tokenizer)
     numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
     text = np.array([numbers[word] for word in words])
-    usual = [tokenizer.encode(word, allowed_special="all") for word in numbers]
-    letters = {}  # number of a word: its bytes as tokens
-    for word, number in numbers.items():
-        ids = [tokenizer._mergeable_ranks.get(bytes([byte])) for byte in word.encode()]
-        if len(ids) <= LONGEST and None not in ids and word not in tokenizer.special_tokens_set:
-            letters[number] = ids
+    n_splits = np.bincount(text).clip(FEWEST, MOST)  # of each word
+    spelled = []
+    for word, n in zip(numbers, n_splits, strict=True):
+        spelled += n * [spell(word, tokenizer)]
     merges = find_merges(tokenizer)
-    variants = []  # the first one of all words, the second one of all words, ...
-    for _ in range(SPLITS):
-        splits = split_words([*letters.values()], merges, tokenizer.n_vocab, dropout, rng)
-        chosen = dict(zip(letters, splits, strict=True))
-        variants += [chosen.get(number, ids) for number, ids in enumerate(usual)]
-    flat = np.concatenate(variants).astype(shards[0].dtype)
-    lengths = np.array([len(variant) for variant in variants])
+    splits = []
+    for i in range(0, len(spelled), 1 << 16):  # some at a time need less memory
+        part = spelled[i : i + (1 << 16)]
+        splits += split_words(part, merges, tokenizer.n_vocab, dropout, rng)
+    flat = np.concatenate(splits).astype(shards[0].dtype)
+    lengths = np.array([len(split) for split in splits])
     starts = np.cumsum(lengths) - lengths
+    first_split = np.cumsum(n_splits) - n_splits  # of each word
     passes = []
     for _ in range(PASSES):
-        chosen = text + len(numbers) * rng.integers(SPLITS, size=len(text))
+        chosen = first_split[text] + rng.integers(n_splits[text])
         n = lengths[chosen]
-        first = np.cumsum(n) - n  # the place of each word in this pass
-        moves = np.repeat(starts[chosen] - first, n)
+        places = np.cumsum(n) - n  # of each word in this pass
+        moves = np.repeat(starts[chosen] - places, n)
         passes.append(flat[np.arange(len(moves)) + moves])
     return passes
+
+
+def spell(word: str, tokenizer: tiktoken.Encoding) -> list[int]:
+    """Return a word's bytes as tokens. A long or a special word has its usual tokens."""
+    ids = [tokenizer._mergeable_ranks.get(bytes([byte])) for byte in word.encode()]
+    if len(ids) > LONGEST or None in ids or word in tokenizer.special_tokens_set:
+        return tokenizer.encode(word, allowed_special="all")
+    return ids
 
 
 def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
