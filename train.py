@@ -48,7 +48,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     n_head: Planned[PositiveInt] = None  # attention heads per block
     n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
     dropout: Planned[Share] = None  # share of activations set to 0 in training
-    bpe_dropout: Planned[Share] = None  # share of merges left out: other tokens in each epoch
+    bpe_dropout: Planned[Share] = None  # share of BPE merges left out: words are split at random
     bias: bool = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: Suppress[int] = 1  # the tokenizer's
     vocab_multiple: PositiveInt = 1  # round the vocabulary size up to a multiple. 128 suits GPUs
@@ -83,7 +83,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split
     eval_interval: Planned[PositiveInt] = None  # evaluate and save a checkpoint every so many steps
-    # validate on about this many tokens, evenly spread. 0: on all. -1: on few, and last on all
+    # validate on about this many tokens, evenly spread. 0: on all. -1: on few, at the end all
     eval_tokens: Planned[AtLeastMinus1] = None
     keep_last: PositiveInt = 2  # recent checkpoints to keep, besides the best one
     log_interval: PositiveInt = 10  # steps between lines of log.jsonl

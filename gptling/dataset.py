@@ -59,10 +59,14 @@ class Dataset:
         self.val_bytes = int(sizes.sum())
 
     def vary_tokens(self, dropout: float, seed: int):
-        """Train on other tokens of the same text in each pass over it, if they are a BPE's and
-        dropout is not 0."""
-        if dropout and has_merges(self.tokenizer):
+        """Train on copies of the text, each with other tokens, unless dropout is 0. Raises UserError
+        if the tokenizer has no others."""
+        if dropout and not has_merges(self.tokenizer):
+            reason = "the tokenizer is no BPE, and each text has one split"
+            raise UserError(f"--bpe_dropout={dropout}: {reason}: give --bpe_dropout=0")
+        if dropout:
             self.train = vary_tokens(self.train, self.tokenizer, dropout, seed)
+            self.n_tokens = sum(map(len, self.train)) // len(self.train)  # of a copy
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""
@@ -128,7 +132,13 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
     return size, share // size
 
 
-@lru_cache(maxsize=3)
+def sequences_in(length: int, T: int) -> int:
+    """The sequences of a shard in an epoch: one less than would fit, so that the first may begin at
+    any of T places."""
+    return max(length // T - 1, int(length > T))
+
+
+@lru_cache(maxsize=2)
 def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.ndarray:
     """The sequences of an epoch in their order: the shard of each and its place there, (n, 2).
 
@@ -137,8 +147,7 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.nd
     """
     places = []
     for shard, length in enumerate(lengths):
-        # One sequence less than would fit, so that the first may begin at any of T places.
-        n = max(length // T - 1, int(length > T))
+        n = sequences_in(length, T)
         n_firsts = min(T, length - n * T)
         rng = np.random.default_rng((seed, epoch, shard))
         first = rng.integers(n_firsts)

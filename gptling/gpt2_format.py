@@ -168,7 +168,8 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
 
 def save_tokenizer(tokenizer_json: str, directory: Path, config: dict) -> int | None:
     """Write tokenizer.json, and what transformers reads beside it. Returns end-of-text's id."""
-    end_of_text = json.loads(tokenizer_json)["model"]["vocab"].get(END_OF_TEXT)
+    added = json.loads(tokenizer_json)["added_tokens"]
+    end_of_text = {token["content"]: token["id"] for token in added}.get(END_OF_TEXT)
     names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
     options = dict.fromkeys(names, END_OF_TEXT)
     options["model_max_length"] = config["n_positions"]

@@ -5,9 +5,9 @@ import numpy as np
 import regex  # tiktoken requires it
 import tiktoken
 
-PASSES = 16  # over the text
-FEWEST, MOST = 8, 256  # splits of a word: as many as it occurs, within these
-LONGEST = 32  # bytes of a word that is split. Longer ones are rare
+PASSES = 16  # copies of the text, each with other tokens
+FEWEST, MOST = 8, 256  # splits of a word: as many as its occurrences, within these limits
+LONGEST = 64  # bytes of a word that is split. Longer ones keep their tokens
 
 
 def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed: int) -> list:
@@ -15,18 +15,27 @@ def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed
     "resolved" is resol|ved, res|olved, re|sol|ved and so on. dropout: see split_words."""
     rng = np.random.default_rng(seed)
     ids = np.concatenate(shards).tolist()
-    words = find_words(tokenizer.decode_bytes(ids).decode(), tokenizer)
+    words = find_words(tokenizer.decode_bytes(ids).decode(errors="ignore"), tokenizer)
     numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
     text = np.array([numbers[word] for word in words])
+    spelled = [spell(word, tokenizer) for word in numbers]
     n_splits = np.bincount(text).clip(FEWEST, MOST)  # of each word
-    spelled = []
-    for word, n in zip(numbers, n_splits, strict=True):
-        spelled += n * [spell(word, tokenizer)]
+    n_splits[[letters is None for letters in spelled]] = 1
+    todo = []
+    for letters, n in zip(spelled, n_splits, strict=True):
+        todo += n * [letters] if letters else []
     merges = find_merges(tokenizer)
-    splits = []
-    for i in range(0, len(spelled), 1 << 16):  # some at a time need less memory
-        part = spelled[i : i + (1 << 16)]
-        splits += split_words(part, merges, tokenizer.n_vocab, dropout, rng)
+    varied = []
+    for i in range(0, len(todo), 1 << 15):  # some at a time need less memory
+        part = todo[i : i + (1 << 15)]
+        varied += split_words(part, merges, tokenizer.n_vocab, dropout, rng)
+    varied = iter(varied)
+    splits = []  # all of the first word, all of the second one, ...
+    for word, letters, n in zip(numbers, spelled, n_splits, strict=True):
+        if letters:
+            splits += [next(varied) for _ in range(n)]
+        else:
+            splits.append(tokenizer.encode(word, allowed_special="all"))
     flat = np.concatenate(splits).astype(shards[0].dtype)
     lengths = np.array([len(split) for split in splits])
     starts = np.cumsum(lengths) - lengths
@@ -41,18 +50,25 @@ def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed
     return passes
 
 
-def spell(word: str, tokenizer: tiktoken.Encoding) -> list[int]:
-    """Return a word's bytes as tokens. A long or a special word has its usual tokens."""
-    ids = [tokenizer._mergeable_ranks.get(bytes([byte])) for byte in word.encode()]
-    if len(ids) > LONGEST or None in ids or word in tokenizer.special_tokens_set:
-        return tokenizer.encode(word, allowed_special="all")
-    return ids
-
-
 def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
     """Return the words of a text, which tokens never cross, and the special tokens in it."""
     special = [regex.escape(token) for token in tokenizer.special_tokens_set]
-    return regex.findall("|".join([*special, tokenizer._pat_str]), text)
+    parts = regex.split(f"({'|'.join(special)})", text) if special else [text]
+    words = []
+    for part in parts:
+        if part in tokenizer.special_tokens_set:
+            words.append(part)
+        else:
+            words += [match[0] for match in regex.finditer(tokenizer._pat_str, part)]
+    return words
+
+
+def spell(word: str, tokenizer: tiktoken.Encoding) -> list[int] | None:
+    """Return a word's bytes as tokens, or None for a long one or a special token."""
+    ids = [tokenizer._mergeable_ranks.get(bytes([byte])) for byte in word.encode()]
+    if len(ids) > LONGEST or None in ids or word in tokenizer.special_tokens_set:
+        return None
+    return ids
 
 
 def find_merges(tokenizer: tiktoken.Encoding) -> dict[int, int]:
@@ -71,6 +87,8 @@ def find_merges(tokenizer: tiktoken.Encoding) -> dict[int, int]:
 def split_words(words: list[list[int]], merges: dict, n_vocab: int, dropout: float, rng) -> list:
     """Return the tokens of each word, given those of its bytes. Byte-pair encoding merges the pair
     with the lowest token, again and again. Here each step overlooks a share `dropout` of pairs."""
+    if not merges:
+        return words
     pairs = np.array(sorted(merges))
     merged = np.array([merges[pair] for pair in pairs.tolist()])
     longest = max(map(len, words))
