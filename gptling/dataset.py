@@ -59,8 +59,8 @@ class Dataset:
         self.val_bytes = int(sizes.sum())
 
     def vary_tokens(self, dropout: float, seed: int):
-        """Train on copies of the text, each with other tokens, unless dropout is 0. Raises UserError
-        if the tokenizer has no others."""
+        """Train on copies of the text, each with other tokens, unless dropout is 0. Raises
+        UserError if the tokenizer has no others."""
         if dropout and not has_merges(self.tokenizer):
             reason = "the tokenizer is no BPE, and each text has one split"
             raise UserError(f"--bpe_dropout={dropout}: {reason}: give --bpe_dropout=0")

@@ -427,7 +427,7 @@ def test_targets_that_forward_masks_are_reported_at_the_start(mask, run):
 FOCAL = ("        return F.cross_entropy(logits, targets, ignore_index=-100, reduction=\"none\")",
          "        ce = F.cross_entropy(logits, targets, ignore_index=-100, reduction=\"none\")\n"
          "        return (1 - (-ce).exp()) ** 2 * ce")  # fmt: skip
-TERM = LOSS, LOSS.replace(".clamp(min=1)", ".clamp(min=1) + 1e-3 * x.square().mean()")
+TERM = LOSS, f"{LOSS} + 1e-3 * x.square().mean()"
 UNGUARDED = {"focal loss": FOCAL, "term": TERM}
 
 
