@@ -172,7 +172,9 @@ class Planner:
         tokens = tokens or self.enough_tokens(n_parameters)
         # Epochs times parameters per token of the text: how well it could be memorised.
         memorisation = tokens / self.train_tokens * n_parameters / self.train_tokens
-        varied = self.can_vary and memorisation >= BPE_DROPOUT_MEMORISATION
+        bpe_dropout = 0.05 if memorisation >= BPE_DROPOUT_MEMORISATION else 0.0
+        if memorisation >= 10 * BPE_DROPOUT_MEMORISATION:
+            bpe_dropout = 0.1
         decay = 0.1
         if self.config.init_from == "scratch":
             decay = round(min(0.8, 0.1 + memorisation / 1600), 2)
@@ -184,7 +186,7 @@ class Planner:
             "n_head": next(n for n in heads if width % n == 0),
             "block_size": min(1024, block_size, self.longest),
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
-            "bpe_dropout": 0.1 if varied else 0.0,
+            "bpe_dropout": bpe_dropout if self.can_vary else 0.0,
             "weight_decay": decay,
             "gradient_accumulation_steps": self.processes.world_size,
         }
