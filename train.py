@@ -36,7 +36,7 @@ from gptling.dataset import Dataset, micro_batches
 from gptling.muon import Muon
 from gptling.processes import Processes, recompute_activations
 from gptling.report import Report
-from gptling.run import Progress, RunDirectory
+from gptling.run import RunDirectory
 from model import GPT, GPTConfig
 
 
@@ -227,8 +227,7 @@ def main():
     # What changes while training, besides weights and optimizers. It is saved, and resumed: objects
     # with state_dict() and load_state_dict(), of plain values and tensors.
     stateful = {"scaler": scaler}
-    run_directory.restore(config, model, optimizers, stateful, state)
-    progress = state.get("progress", Progress())
+    progress = run_directory.restore(config, model, optimizers, stateful, state)
     group = optimizers[0].param_groups[0]
     then = group["lr"] / group.get("lr_scale", 1)
     now = learning_rate(progress.step - 1, config)

@@ -175,10 +175,13 @@ class RunDirectory:
             raise UserError(f"{self.path} has all its {config.max_iters} steps: {ways}")
         return config, checkpoints[-1], state
 
-    def restore(self, config: Any, model, optimizers: list, stateful: dict, state: dict[str, Any]):
+    def restore(
+        self, config: Any, model, optimizers: list, stateful: dict, state: dict
+    ) -> Progress:
         """Load the state of a resumed run's optimizers and of what is in `stateful`, and print
         which code is not the run's. What has another class or is new starts without a state.
-        Raises UserError unless each trained parameter is in one optimizer."""
+        Return how far the run is. Raises UserError unless each trained parameter is in one
+        optimizer."""
         check_optimizers(model, optimizers)
         modules = [sys.modules[type(settings).__module__] for settings in (config, model.config)]
         files = [Path(getattr(module, "__file__", "")) for module in modules]
@@ -190,7 +193,7 @@ class RunDirectory:
         self.trained = None  # sums of weights after the last step
         optimizers[0].register_step_post_hook(self.remember)
         if not state:
-            return
+            return Progress()
         if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
             print(f"changed since that checkpoint: {', '.join(changed)}")
         saved = state["code"]["optimizers"], state["optimizers"], state["settings"]
@@ -203,6 +206,7 @@ class RunDirectory:
                 print(f"{name}: not in that checkpoint, begins here")
             elif before:  # a GradScaler's is empty for another dtype
                 thing.load_state_dict({k: like(value, now.get(k)) for k, value in before.items()})
+        return state["progress"]
 
     def remember(self, optimizer, *_):
         """Keep what the weights are after a step, to notice if others are saved."""

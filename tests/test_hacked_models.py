@@ -510,7 +510,7 @@ def test_a_setting_that_the_schedule_changed_is_named_when_it_is_restored(run, t
 
 @pytest.mark.parametrize("change", [".extend(optimizers)", "[0].param_groups[1:] = []"])
 def test_a_parameter_that_is_not_in_one_optimizer_is_an_error(change, run):
-    check = "    run_directory.restore("
+    check = "    progress = run_directory.restore("
     said = run(((check, f"    optimizers{change}\n{check}"),), "train", *TRAIN, code=1)
     assert "optimizers" in said and "configure_optimizers has to give it to one" in said
 
