@@ -1,6 +1,8 @@
 """Subword regularisation: in each pass over a short text, its words are other tokens.
 Provilkov et al. 2020, BPE-dropout, https://arxiv.org/abs/1910.13267"""
 
+from itertools import chain
+
 import numpy as np
 import regex  # tiktoken requires it
 import tiktoken
@@ -8,46 +10,6 @@ import tiktoken
 PASSES = 16  # copies of the text, each with other tokens
 FEWEST, MOST = 8, 256  # splits of a word: as many as its occurrences, within these limits
 LONGEST = 64  # bytes of a word that is split. Longer ones keep their tokens
-
-
-def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed: int) -> list:
-    """Return the training tokens PASSES times, an array each, with words split at random:
-    "resolved" is resol|ved, res|olved, re|sol|ved and so on. dropout: see split_words."""
-    rng = np.random.default_rng(seed)
-    ids = np.concatenate(shards).tolist()
-    words = find_words(tokenizer.decode_bytes(ids).decode(errors="ignore"), tokenizer)
-    numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
-    text = np.array([numbers[word] for word in words])
-    spelled = [spell(word, tokenizer) for word in numbers]
-    n_splits = np.bincount(text).clip(FEWEST, MOST)  # of each word
-    n_splits[[letters is None for letters in spelled]] = 1
-    todo = []
-    for letters, n in zip(spelled, n_splits, strict=True):
-        todo += n * [letters] if letters else []
-    merges = find_merges(tokenizer)
-    varied = []
-    for i in range(0, len(todo), 1 << 15):  # some at a time need less memory
-        part = todo[i : i + (1 << 15)]
-        varied += split_words(part, merges, tokenizer.n_vocab, dropout, rng)
-    varied = iter(varied)
-    splits = []  # all of the first word, all of the second one, ...
-    for word, letters, n in zip(numbers, spelled, n_splits, strict=True):
-        if letters:
-            splits += [next(varied) for _ in range(n)]
-        else:
-            splits.append(tokenizer.encode(word, allowed_special="all"))
-    flat = np.concatenate(splits).astype(shards[0].dtype)
-    lengths = np.array([len(split) for split in splits])
-    starts = np.cumsum(lengths) - lengths
-    first_split = np.cumsum(n_splits) - n_splits  # of each word
-    passes = []
-    for _ in range(PASSES):
-        chosen = first_split[text] + rng.integers(n_splits[text])
-        n = lengths[chosen]
-        places = np.cumsum(n) - n  # of each word in this pass
-        moves = np.repeat(starts[chosen] - places, n)
-        passes.append(flat[np.arange(len(moves)) + moves])
-    return passes
 
 
 def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
@@ -106,10 +68,59 @@ def split_words(words: list[list[int]], merges: dict, n_vocab: int, dropout: flo
         unfinished = unfinished[some]
         now = now[some]
         ids = np.where(possible, merged[found], n_vocab)[some]
-        best = ids.argmin(axis=1)
+        best = ids.argmin(axis=1)  # the place of the pair
         after = np.arange(longest) > best[:, None]  # moves up by one token
         now[:, :-1] = np.where(after, now[:, 1:], now[:, :-1])
         now[np.arange(len(now)), best] = ids.min(axis=1)
         now[:, -1] = -1
         tokens[unfinished] = now
     return [row[row >= 0] for row in tokens]
+
+
+def draw_splits(
+    words: list[str], counts, tokenizer: tiktoken.Encoding, dropout: float, rng
+) -> list:
+    """Return a list of splits for each word, which occurs so often in the text."""
+    splits = []
+    todo = []  # (number of a word, its letters)
+    for number, (word, count) in enumerate(zip(words, counts, strict=True)):
+        letters = spell(word, tokenizer)
+        if letters:
+            splits.append([])
+            todo += min(max(count, FEWEST), MOST) * [(number, letters)]
+        else:
+            usual = tokenizer.encode(word, allowed_special="all")
+            splits.append([usual])
+    merges = find_merges(tokenizer)
+    for i in range(0, len(todo), 1 << 15):  # some at a time need less memory
+        numbers, spelled = zip(*todo[i : i + (1 << 15)], strict=True)
+        drawn = split_words(spelled, merges, tokenizer.n_vocab, dropout, rng)
+        for number, split in zip(numbers, drawn, strict=True):
+            splits[number].append(split)
+    return splits
+
+
+def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed: int) -> list:
+    """Return the training tokens PASSES times, an array each, with words split at random:
+    "resolved" is resol|ved, res|olved, re|sol|ved and so on. dropout: see split_words."""
+    rng = np.random.default_rng(seed)
+    ids = np.concatenate(shards).tolist()
+    words = find_words(tokenizer.decode_bytes(ids).decode(errors="ignore"), tokenizer)
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    text = np.array([numbers[word] for word in words])
+    splits = draw_splits(list(numbers), np.bincount(text), tokenizer, dropout, rng)
+    n_splits = np.array([len(of_a_word) for of_a_word in splits])
+    first_split = np.cumsum(n_splits) - n_splits
+    splits = list(chain.from_iterable(splits))
+    flat = np.concatenate(splits).astype(shards[0].dtype)
+    lengths = np.array([len(split) for split in splits])
+    starts = np.cumsum(lengths) - lengths
+    passes = []
+    for _ in range(PASSES):
+        chosen = first_split[text] + rng.integers(n_splits[text])
+        n = lengths[chosen]
+        places = np.cumsum(n) - n  # of each word in this pass
+        moves = np.repeat(starts[chosen] - places, n)
+        in_flat = np.arange(len(moves)) + moves
+        passes.append(flat[in_flat])
+    return passes
