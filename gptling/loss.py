@@ -152,7 +152,8 @@ def compare_with_cpu(model: torch.nn.Module, device: str):
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of what GPT.forward returns with targets: what training minimises, and the parts whose
     sum it is: "loss", and what a changed model adds to it, a dict of scalars."""
-    _, loss, added = (*output, {})[:3]
+    _, loss, *more = output
+    added = more[0] if more else {}
     return sum(added.values(), start=loss), {"loss": loss} | added
 
 

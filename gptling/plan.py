@@ -367,14 +367,16 @@ class Clock:
         now = self.seconds()
         elapsed = now - self.last_look
         self.last_look = self.progress.seconds = now
-        if step <= self.first_step + 1 or not self.note(step, elapsed):
-            fitting = self.config.max_iters  # the first one allocates, and compiles
-        else:
-            fitting = self.fitting_steps(step, 60 * self.config.minutes - now)
+        is_warm = step > self.first_step + 1  # the first one allocates, and compiles
+        has_news = is_warm and self.note(step, elapsed)
         if not self.config.minutes:
             return False
         before = self.config.max_iters
-        self.config.max_iters = self.processes.all_reduce_max(fitting * self.processes.is_main)
+        fitting = before
+        if has_news:
+            fitting = self.fitting_steps(step, 60 * self.config.minutes - now)
+        mine = fitting if self.processes.is_main else 0
+        self.config.max_iters = self.processes.all_reduce_max(mine)
         return self.config.max_iters != before
 
     def note(self, step: int, elapsed: float) -> bool:

@@ -197,9 +197,9 @@ class RunDirectory:
         if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
             print(f"changed since that checkpoint: {', '.join(changed)}")
         saved = state["code"]["optimizers"], state["optimizers"], state["settings"]
-        for optimizer, name, its_state, settings in zip(optimizers, *saved, strict=False):
+        for optimizer, name, its_state, (first, last) in zip(optimizers, *saved, strict=False):
             if name == type(optimizer).__name__:
-                load_state(optimizer, model, its_state, *settings)
+                load_state(optimizer, model, its_state, first, last)
         for name, thing in stateful.items():
             now, before = thing.state_dict(), state["stateful"].get(name)
             if before is None:
@@ -262,7 +262,8 @@ class RunDirectory:
         if not (self.processes.is_main or self.processes.sharded):
             return
         mine = set(model.parameters())
-        for weight, trained in zip(*self.trained or ((), ()), strict=True):
+        weights, sums = self.trained or ((), ())
+        for weight, trained in zip(weights, sums, strict=True):
             if weight not in mine or not torch.equal(local(weight).sum(), trained):
                 print_once(NOT_TRAINED)
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
