@@ -34,7 +34,10 @@ FINE_TUNING_STEPS = 100
 # The largest model has so many parameters per token of the text, or so many.
 PARAMETERS_PER_TOKEN = 25
 SHORT_TEXT_PARAMETERS = 2_600_000
-DROPOUT_MEMORISATION, BPE_DROPOUT_MEMORISATION = 35, 100  # see Planner.fields_for
+# See Planner.fields_for.
+DROPOUT_MEMORISATION = 35
+BPE_DROPOUT_MEMORISATION = 100
+BPE_DROPOUT_EPOCHS = 8
 EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
 SAVING = 0.4  # seconds of a checkpoint and its sample: this or the next, if that is more
@@ -171,10 +174,14 @@ class Planner:
         n_parameters = self.parameters(fields)
         tokens = tokens or self.enough_tokens(n_parameters)
         # Epochs times parameters per token of the text: how well it could be memorised.
-        memorisation = tokens / self.train_tokens * n_parameters / self.train_tokens
-        bpe_dropout = 0.05 if memorisation >= BPE_DROPOUT_MEMORISATION else 0.0
-        if memorisation >= 10 * BPE_DROPOUT_MEMORISATION:
-            bpe_dropout = 0.1
+        epochs = tokens / self.train_tokens
+        memorisation = epochs * n_parameters / self.train_tokens
+        bpe_dropout = 0.0
+        if self.can_vary and epochs >= BPE_DROPOUT_EPOCHS:
+            if memorisation >= BPE_DROPOUT_MEMORISATION:
+                bpe_dropout = 0.05
+            if memorisation >= 10 * BPE_DROPOUT_MEMORISATION:
+                bpe_dropout = 0.1
         decay = 0.1
         if self.config.init_from == "scratch":
             decay = round(min(0.8, 0.1 + memorisation / 1600), 2)
@@ -186,7 +193,7 @@ class Planner:
             "n_head": next(n for n in heads if width % n == 0),
             "block_size": min(1024, block_size, self.longest),
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
-            "bpe_dropout": bpe_dropout if self.can_vary else 0.0,
+            "bpe_dropout": bpe_dropout,
             "weight_decay": decay,
             "gradient_accumulation_steps": self.processes.world_size,
         }
