@@ -61,12 +61,13 @@ class Dataset:
     def vary_tokens(self, dropout: float, seed: int):
         """Train on copies of the text, each with other tokens, unless dropout is 0. Raises
         UserError if the tokenizer has no others."""
-        if dropout and not has_merges(self.tokenizer):
+        if not dropout:
+            return
+        if not has_merges(self.tokenizer):
             reason = "the tokenizer is no BPE, and each text has one split"
             raise UserError(f"--bpe_dropout={dropout}: {reason}: give --bpe_dropout=0")
-        if dropout:
-            self.train = vary_tokens(self.train, self.tokenizer, dropout, seed)
-            self.n_tokens = sum(map(len, self.train)) // len(self.train)  # of a copy
+        self.train = vary_tokens(self.train, self.tokenizer, dropout, seed)
+        self.n_tokens = sum(map(len, self.train)) // len(self.train)  # of a copy
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""

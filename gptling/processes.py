@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling.devices import pick_device
 from gptling.files import UserError
+from gptling.muon import whole
 
 
 class Processes:
@@ -91,12 +92,12 @@ class Processes:
         if not self.sharded:
             return model
         state = model.state_dict()
-        full = {k: t.full_tensor() if hasattr(t, "full_tensor") else t for k, t in state.items()}
+        full = {name: whole(tensor) for name, tensor in state.items()}
         if not self.is_main:
             return model
-        whole = model_class(model.config)
-        whole.load_state_dict(full)
-        return whole
+        full_model = model_class(model.config)
+        full_model.load_state_dict(full)
+        return full_model
 
     def catch_signals(self):
         """Keep the number of SIGINT or SIGTERM. A second one ends a single process at once."""

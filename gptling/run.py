@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from gptling.cli import scaled_min_lr
 from gptling.files import UserError, lock_directory, new_directory, read_json, replace
 from gptling.gpt2_format import save
-from gptling.muon import shard
+from gptling.muon import shard, whole
 
 FORMAT = 6  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
@@ -269,7 +269,7 @@ class RunDirectory:
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "code": self.code}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
-        state["stateful"] = {name: whole(thing.state_dict()) for name, thing in stateful.items()}
+        state["stateful"] = {k: unsharded(thing.state_dict()) for k, thing in stateful.items()}
         now = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
         if not self.processes.is_main:
@@ -297,13 +297,9 @@ def local(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def whole(state: Any) -> Any:
-    """The state with its tensors unsharded, on the CPU. All processes call it."""
-
-    def full(tensor):
-        return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
-
-    return tree_map_only(torch.Tensor, full, state)
+def unsharded(state: Any) -> Any:
+    """The state with whole tensors, on the CPU. All processes call it."""
+    return tree_map_only(torch.Tensor, lambda tensor: whole(tensor).cpu(), state)
 
 
 def like(value: Any, now: Any) -> Any:
@@ -315,7 +311,7 @@ def like(value: Any, now: Any) -> Any:
 def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
     """Return {name of a parameter: its state}, unsharded, on the CPU. All processes call it."""
     parameters = model.named_parameters()
-    return whole({name: optimizer.state[p] for name, p in parameters if p in optimizer.state})
+    return unsharded({name: optimizer.state[p] for name, p in parameters if p in optimizer.state})
 
 
 def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state, first, last):

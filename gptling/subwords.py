@@ -7,6 +7,8 @@ import numpy as np
 import regex  # tiktoken requires it
 import tiktoken
 
+from gptling.tokenizers import find_merges
+
 PASSES = 16  # copies of the text, each with other tokens
 FEWEST, MOST = 8, 256  # splits of a word: as many as its occurrences, within these limits
 LONGEST = 64  # bytes of a word that is split. Longer ones keep their tokens
@@ -33,26 +35,24 @@ def spell(word: str, tokenizer: tiktoken.Encoding) -> list[int] | None:
     return ids
 
 
-def find_merges(tokenizer: tiktoken.Encoding) -> dict[int, int]:
-    """Return {a * n_vocab + b: ab} for the tokens a and b that are a token ab together."""
+def number_merges(tokenizer: tiktoken.Encoding) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pairs of tokens that together are a token, as sorted numbers a * n_vocab + b, and
+    that token ab of each."""
     ranks = tokenizer._mergeable_ranks
     merges = {}
-    for token, rank in ranks.items():
-        for i in range(1, len(token)):
-            first = ranks.get(token[:i])
-            second = ranks.get(token[i:])
-            if first is not None and second is not None:
-                merges[first * tokenizer.n_vocab + second] = rank
-    return merges
+    for a, b in find_merges(tokenizer):
+        pair = ranks[a] * tokenizer.n_vocab + ranks[b]
+        merges[pair] = ranks[a + b]
+    pairs = sorted(merges)
+    return np.array(pairs), np.array([merges[pair] for pair in pairs])
 
 
-def split_words(words: list[list[int]], merges: dict, n_vocab: int, dropout: float, rng) -> list:
+def split_words(words: list[list[int]], merges: tuple, n_vocab: int, dropout: float, rng) -> list:
     """Return the tokens of each word, given those of its bytes. Byte-pair encoding merges the pair
     with the lowest token, again and again. Here each step overlooks a share `dropout` of pairs."""
-    if not merges:
+    pairs, merged = merges
+    if not len(pairs):
         return words
-    pairs = np.array(sorted(merges))
-    merged = np.array([merges[pair] for pair in pairs.tolist()])
     longest = max(map(len, words))
     tokens = np.full((len(words), longest + 1), -1)  # a row for each word
     for row, word in enumerate(words):
@@ -91,7 +91,7 @@ def draw_splits(
         else:
             usual = tokenizer.encode(word, allowed_special="all")
             splits.append([usual])
-    merges = find_merges(tokenizer)
+    merges = number_merges(tokenizer)
     for i in range(0, len(todo), 1 << 15):  # some at a time need less memory
         numbers, spelled = zip(*todo[i : i + (1 << 15)], strict=True)
         drawn = split_words(spelled, merges, tokenizer.n_vocab, dropout, rng)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptling.subwords import find_merges, find_words, split_words, vary_tokens
+from gptling.subwords import find_words, number_merges, split_words, vary_tokens
 from gptling.tokenizers import build_tokenizer
 from tests.conftest import TINY, one_line, output_of, read_log, run_here
 from tests.test_resume import weights
@@ -28,7 +28,7 @@ def test_without_dropout_the_tokens_are_those_of_the_tokenizer(tokenizer):
     assert "".join(find_words(TEXT, tokenizer)) == TEXT
     spelled = [[tokenizer._mergeable_ranks[bytes([b])] for b in w.encode()] for w in words]
     rng = np.random.default_rng(0)
-    split = split_words(spelled, find_merges(tokenizer), tokenizer.n_vocab, 0.0, rng)
+    split = split_words(spelled, number_merges(tokenizer), tokenizer.n_vocab, 0.0, rng)
     assert [ids.tolist() for ids in split] == [tokenizer.encode_ordinary(w) for w in words]
     shards = tokens_of(tokenizer)
     for varied in vary_tokens(shards, tokenizer, 0.0, seed=0):
