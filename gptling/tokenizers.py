@@ -204,17 +204,6 @@ def start_token(tokenizer: tiktoken.Encoding) -> int:
     return tokenizer._special_tokens.get(END_OF_TEXT, tokenizer._mergeable_ranks.get(b"\n", 0))
 
 
-def find_merges(tokenizer: tiktoken.Encoding) -> list[tuple[bytes, bytes]]:
-    """The pairs of tokens that together are a token, those with its lowest id first."""
-    ranks = tokenizer._mergeable_ranks
-    merges = []
-    for token in sorted(ranks, key=ranks.get):
-        for i in range(1, len(token)):
-            if token[:i] in ranks and token[i:] in ranks:
-                merges.append((token[:i], token[i:]))
-    return merges
-
-
 def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
     """The text of a tokenizer.json for Hugging Face's tokenizers and for load_tokenizer."""
     ranks = tokenizer._mergeable_ranks
@@ -222,7 +211,11 @@ def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
     vocab = {to_letters(token): id for token, id in ranks.items()}
     # tiktoken merges any two tokens that together are a third one, the lowest id first. A piece of
     # text that is a token is that token: ignore_merges.
-    merges = [(to_letters(a), to_letters(b)) for a, b in find_merges(tokenizer)]
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        for i in range(1, len(token)):
+            if token[:i] in ranks and token[i:] in ranks:
+                merges.append((to_letters(token[:i]), to_letters(token[i:])))
     stored = Tokenizer(models.BPE(vocab | special, merges, ignore_merges=True))
     # Hugging Face's engine would repeat {1,3}+, which is possessive for tiktoken: nothing follows.
     pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", tokenizer._pat_str)
