@@ -87,7 +87,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     eval_tokens: Planned[AtLeastMinus1] = None
     keep_last: PositiveInt = 2  # recent checkpoints to keep, besides the best one
     log_interval: PositiveInt = 10  # steps between lines of log.jsonl
-    curves: bool = True  # write loss.png and TensorBoard files, if these packages are installed
+    curves: bool = True  # write loss.png, if matplotlib is installed
     wandb: bool = False  # log to Weights & Biases
     # machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda or cpu

@@ -50,8 +50,6 @@ def describe(error: Exception) -> str:
     known = UserError | ModuleNotFoundError | UnicodeError
     if isinstance(error, known) or getattr(error, "filename", None):
         return " ".join(str(error).split())
-    if mentions(error, "Could not determine home directory"):
-        return "a path begins with ~, but no home directory is known: set HOME, or write it out"
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
     if mentions(error, r"No space left|quota exceeded|File too large|requested and \d+ written"):
@@ -61,21 +59,10 @@ def describe(error: Exception) -> str:
 
 def run(main: Callable[[], int | None]):
     """Run a script's main. A mistake ends it with one line and exit code 1, a bug as in Python."""
-
-    def hang_up(number, frame):  # of a closed terminal, where writing would fail: as SIGTERM
-        for descriptor in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-        signal.raise_signal(signal.SIGTERM)
-
     # The last collection need not look through all of PyTorch. Triton, whose bindings would report
     # frozen objects as leaks, is imported later.
     gc.freeze()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, hang_up)  # Windows has none, and nohup ignores it
-    sys.stdin = sys.stdin or open(os.devnull)  # pythonw has None, and who closes it
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # IDLE and notebooks have their own kind
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
@@ -114,7 +101,7 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     while presets and words and words[0][:1] != "-":
         settings += read_preset(words.pop(0)).items()
     by_preset = [parse_flag(f"--{name}={value}", hints) for name, value in settings]
-    by_flag = [parse_flag(flag, hints) for flag in join_booleans(words)]
+    by_flag = [parse_flag(flag, hints) for flag in words]
     config = tyro.cli(
         cls,
         args=list(chain.from_iterable(words for _, words in by_preset + by_flag)),
@@ -128,17 +115,6 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
 
     vars(config).update(scaled_min_lr(dict(settings), values(by_flag)))
     return config, values(by_preset + by_flag)
-
-
-def join_booleans(words: list[str]) -> list[str]:
-    """Return ["--loud=true", "--name", "x"] for ["--loud", "true", "--name", "x"]."""
-    flags = []
-    for word in words:
-        if word.lower() in BOOLEANS and flags and re.match("--[^=]+$", flags[-1]):
-            flags[-1] += f"={word}"
-        else:
-            flags.append(word)
-    return flags
 
 
 def scaled_min_lr(before: dict[str, Any], given: dict[str, Any]) -> dict[str, float]:
@@ -171,8 +147,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
     """Return the field that a flag sets, and its words for tyro: --no-curves for --curves=off, and
-    an unknown flag apart from its value, so that tyro finds a similar one. Raises UserError for the
-    initials of a field, such as --lr."""
+    an unknown flag apart from its value, so that tyro finds a similar one."""
     name, _, value = flag.partition("=")
     field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
     if field in hints:
@@ -183,9 +158,6 @@ def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
         if True in get_args(hints[field]) and "=" in flag and on is not None:
             return field, [f"--{field}={on}"]
         return field, [flag]
-    for known in hints:
-        if field == "".join(re.findall("(?:^|_)(.)", known)):
-            raise UserError(f"--{field} is no flag: perhaps you meant --{known}")
     return field, flag.split("=", 1) if field else [flag]
 
 

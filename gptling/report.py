@@ -1,4 +1,4 @@
-"""The report of a training: log.jsonl, lines, loss.png, TensorBoard, Weights & Biases."""
+"""The report of a training: log.jsonl, lines, loss.png, Weights & Biases."""
 
 import json
 import math
@@ -51,7 +51,6 @@ class Report:
         self.next_line = -math.inf
         self.curves = config.curves
         self.wandb = config.wandb
-        self.tensorboard = None  # its writer, once it exists
         self.run = None  # that of Weights & Biases
         form = "step {n}/{total} | {desc} |{bar}|"
         self.bar = progress_bar(config.max_iters, initial=self.step, bar_format=form)
@@ -100,18 +99,8 @@ class Report:
             self.say(f"the run continues without curves: {error!r:.99}")
 
     def show(self, entry: dict):
-        """Show an entry of the log in TensorBoard, loss.png and Weights & Biases."""
+        """Show an entry of the log in loss.png and Weights & Biases."""
         out_dir = Path(self.config.out_dir)
-        step = entry["step"]
-        if self.curves and find_spec("tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-            if not self.tensorboard:
-                first = self.clock.first_step + 1  # a killed session has left entries from here on
-                self.tensorboard = SummaryWriter(out_dir / "tensorboard", purge_step=first)
-            for name in entry.keys() - {"step", "parameters"}:
-                self.tensorboard.add_scalar(name, entry[name], step)
-            self.tensorboard.flush()
         if self.curves and find_spec("matplotlib") and "val_loss" in entry:
             draw_curves(out_dir)
         if self.wandb:
@@ -121,7 +110,7 @@ class Report:
                 self.run = wandb.init(
                     project="gptling", name=out_dir.name, dir=out_dir, config=vars(self.config)
                 )
-            self.run.log(entry, step=step)
+            self.run.log(entry, step=entry["step"])
 
     def due(self, step: int) -> bool:
         """Whether to report a step that is not evaluated: in the log, or in a line."""

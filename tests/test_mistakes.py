@@ -74,7 +74,6 @@ MISTAKES = [
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),
     ("train.py a.txt", "python prepare.py a.txt reads a text"),
     ("train.py --dataset=a.txt", "python prepare.py a.txt"),
-    ("train.py --lr=1e-3", "--lr", "--learning_rate"),
     ("train.py --curves=maybe", "maybe", 2),
     ("train.py --curves maybe", "maybe", 2),
     ("train.py --curves=", "options", 2),
@@ -112,7 +111,6 @@ MISTAKES = [
     ),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint"),
-    ("sample.py ~nix/run", "~", "set HOME"),
     ("sample.py hub", "hub", "no tokenizer.json", "AutoTokenizer"),
     ("sample.py Hello", "Hello", '--prompt "Hello"'),
     ("in no_model: sample.py", "out/", "train.py"),
