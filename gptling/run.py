@@ -43,19 +43,12 @@ class Progress:
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:
-    """Return the checkpoints in the directory of a run, oldest first, or [] for any other path.
-    What has such a name and is none is printed once."""
+    """Return the checkpoints in the directory of a run, oldest first, or [] for any other path."""
     checkpoints = {}
-    for path in Path(run).glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if not step.isdecimal():
-            print_once(f"ignored: {path} has no step in its name")
-            continue
-        try:
-            read_json(path / "metrics.json")
-            checkpoints[int(step)] = path
-        except UserError as error:
-            print_once(f"ignored: {error}")
+    for file in Path(run).glob("checkpoint-*/metrics.json"):
+        step = file.parent.name.removeprefix("checkpoint-")
+        if step.isdecimal():
+            checkpoints[int(step)] = file.parent
     return [checkpoints[step] for step in sorted(checkpoints)]
 
 
@@ -237,15 +230,7 @@ class RunDirectory:
         """Keep the lines of log.jsonl up to a step. A killed session has left the others."""
         log = self.path / "log.jsonl"
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
-        kept, unreadable = [], []
-        for number, line in enumerate(lines, 1):
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + b"\n")
-            except (ValueError, TypeError, KeyError):
-                unreadable.append(number)
-        if unreadable:
-            print(f"ignored: {log} has lines that cannot be read: {unreadable[:9]}")
+        kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
         replace(log, b"".join(kept))
 
     def write_settings(self, config: Any):
