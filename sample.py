@@ -46,7 +46,7 @@ class SampleConfig:
     seed: int = 1337  # random seed: same seed and settings, same text
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the weights
-    compile: bool = False  # use torch.compile: slow to start, faster for long texts
+    compile: bool = False  # use torch.compile on CUDA: slow to start, faster for long texts
     explain: Empty[str] = ""  # write a web page with token probabilities and attention
 
     def __post_init__(self):

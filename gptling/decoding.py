@@ -34,17 +34,14 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
 
 def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
     weight = next(model.parameters())
-    wide_on_cpu = weight.is_cpu and model.config.n_embd >= WIDE
-    if compile and wide_on_cpu and weight.dtype == torch.float32:
-        print("--compile: no help on a CPU for wide models in float32", file=sys.stderr)
-        compile = False
+    if compile and not weight.is_cuda:
+        print("--compile: only on CUDA", file=sys.stderr)
     shared = [*model.parameters(), *model.buffers()]
     fast = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     if weight.is_cuda:
         fast.next_logits = GraphedStep(fast.next_logits, compile)
-    elif compile:
-        compile_step(fast)
-    elif wide_on_cpu and torch.backends.mkldnn.is_available():
+    wide = model.config.n_embd >= WIDE
+    if weight.is_cpu and wide and torch.backends.mkldnn.is_available():
         use_onednn(fast)
     if weight.is_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
         fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token
@@ -75,21 +72,6 @@ def use_onednn(model: nn.Module):
             weight = module._parameters.pop("weight").detach()
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
             module.forward = partial(linear, W=packed, B=module.bias)
-
-
-def compile_step(model: nn.Module):
-    """Compile the step of one token, for any length of the cache and of the padding_mask."""
-    torch._inductor.config.freezing = model.config.n_embd >= WIDE  # weights in oneDNN's layout
-    plain = model.next_logits
-    compiled = torch.compile(plain, dynamic=True)
-
-    def next_logits(idx, padding_mask, cache):
-        # A length of 0 or 1 would be compiled for itself alone.
-        one_token = idx.size(1) == 1 and cache[0].length >= 2
-        step = compiled if one_token else plain
-        return step(idx, padding_mask, cache)
-
-    model.next_logits = next_logits
 
 
 class StaticCache:

@@ -217,13 +217,13 @@ def draw(model, idx, n, **options):
 
 
 @torch.inference_mode()
-def check_speed_up(model, padded=False, compile=False):
+def check_speed_up(model, padded=False):
     """speed_up changes no logits but for rounding, of one row or of a padded batch, and the model
     itself not at all."""
     idx = torch.randint(97, (2 if padded else 1, 12))
     mask = torch.arange(12) >= torch.tensor([[0], [3]]) if padded else None
     expected = steps(model, idx, mask)
-    fast = speed_up(model, compile, rows=len(idx))
+    fast = speed_up(model, rows=len(idx))
     assert fast is not model, "it has been compared, and is the fast one"
     tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 0.05
     atol = tolerance * expected.abs().max().item()
@@ -244,53 +244,16 @@ def test_speed_changes_no_logits_but_for_rounding(sizes, dtype, padded):
     check_speed_up(random_model(**sizes).to(dtype), padded)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_step_is_the_plain_one(backend, padded, monkeypatch):
-    """By one compilation for all lengths. Blocks that differ stay what they are."""
-    compile, counters = torch.compile, torch._dynamo.utils.counters["stats"]
-    monkeypatch.setattr("torch.compile", lambda f, **more: compile(f, backend=backend, **more))
-    model = random_model(n_layer=3, block_size=32)
-    model.h[1] = random_model(n_layer=1, n_head=4, block_size=32).h[0]
-    torch.compiler.reset()
-    before = counters["unique_graphs"]
-    check_speed_up(model, padded, compile=True)
-    assert counters["unique_graphs"] == before + 1 + padded  # one more has a mask
-
-
-def test_a_wide_model_in_float32_is_not_compiled_on_a_cpu(monkeypatch, capsys):
-    monkeypatch.setattr("torch.compile", None)
-    check_speed_up(random_model(n_embd=256), compile=True)
-    assert "--compile: no help" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_wide_model_in_bfloat16_is_compiled_with_its_weights():
-    check_speed_up(random_model(n_embd=256).bfloat16(), padded=True, compile=True)
-
-
-@pytest.mark.slow
-def test_compiling_changes_no_text_and_without_a_compiler_is_left_out(trained, tmp_path):
-    """Past block_size too, where the cache is built anew."""
-    arguments = ["out/mine", "--dtype=float32", "--max_new_tokens=40"]
-    text = output_of("sample.py", *arguments, cwd=trained)
-    for name, compiler, said in (("with", "g++", 0), ("without", "/nonexistent", 1)):
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name), "CXX": compiler}
-        process = run_script("sample.py", *arguments, "--compile", cwd=trained, **environment)
-        assert process.returncode == 0 and process.stdout.decode() == text
-        assert process.stderr.count(b"slower decoding") == said, process.stderr.decode()
-
-
 def test_a_faster_step_that_computes_something_else_is_left_out(monkeypatch, capsys):
     """In the step of one token alone."""
 
-    def compile_step(model):
+    def use_onednn(model):
         step = model.next_logits
         model.next_logits = lambda idx, *more: step(idx, *more) * (1.1 if idx.size(1) == 1 else 1)
 
-    monkeypatch.setattr(decoding, "compile_step", compile_step)
-    model = random_model()
-    assert speed_up(model, compile=True) is model
+    monkeypatch.setattr(decoding, "use_onednn", use_onednn)
+    model = random_model(n_embd=256)
+    assert speed_up(model) is model
     said = "slower decoding: faster layers, or the KV cache, give other logits\n"
     assert capsys.readouterr().err == said
 

@@ -7,7 +7,6 @@ Weights are random. The rows of transformers and CTranslate2 need pip install -e
 """
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -28,7 +27,7 @@ def gptling(case: dict, model, idx):
     from gptling.decoding import speed_up
 
     with torch.inference_mode():
-        model = speed_up(model, case.get("compile", False), rows=len(idx))
+        model = speed_up(model, rows=len(idx))
     generators = [torch.Generator(idx.device).manual_seed(i) for i in range(len(idx))]
     options = {"temperature": 0.8, "top_k": 200, "generator": generators}
 
@@ -86,7 +85,7 @@ def worker(case: dict):
     start = time.perf_counter()
     peers = {peer.__name__: peer for peer in (gptling, transformers, ctranslate2)}
     generate = peers[case["who"]](case, model, idx)
-    generate(n)  # compiles, and warms up
+    generate(n)  # warms up
     result = {"ready": time.perf_counter() - start}
     seconds = {1: [], n: []}
     for tokens in [1, n] * 3:
@@ -112,12 +111,9 @@ def compare(title: str, repetitions: int, cases: dict[str, dict], **common):
     table(f"{title}; {repetitions} repetitions (median, low, high)", header, rows)
 
 
-OURS = {"gptling": {}, "gptling, --compile": {"compile": True}}
-
-
 def prompt(repetitions: int):
     for length, dtype in product((1, 512), dtypes()):
-        cases = {"transformers": {"who": "transformers"}} | OURS
+        cases = {"transformers": {"who": "transformers"}, "gptling": {}}
         if dtype == "float32":
             cases["CTranslate2"] = {"who": "ctranslate2"}
         title, sizes = f"124 M, {dtype}, one prompt of {length}, 64 tokens", {"prompt": length}
@@ -125,7 +121,7 @@ def prompt(repetitions: int):
 
 
 def small(repetitions: int):
-    cases = {"transformers": {"who": "transformers"}} | OURS
+    cases = {"transformers": {"who": "transformers"}, "gptling": {}}
     title, sizes = "0.8 M, float32, 63 tokens", {"prompt": 1, "tokens": 63}
     compare(title, repetitions, cases, size="0.8 M", dtype="float32", **sizes)
 
@@ -134,7 +130,6 @@ def batch(repetitions: int):
     cases = {
         "1 prompt": {"batch": 1},
         "16 prompts": {},
-        "16 prompts, --compile": {"compile": True},
         "transformers, 16 prompts": {"who": "transformers"},
     }
     title, sizes = f"124 M, {dtypes()[-1]}, prompts of 8", {"prompt": 8, "tokens": 64, "batch": 16}
@@ -142,6 +137,4 @@ def batch(repetitions: int):
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as cache:  # the first turn compiles, the others read it
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-        main(worker, {"prompt": prompt, "small": small, "batch": batch})
+    main(worker, {"prompt": prompt, "small": small, "batch": batch})
