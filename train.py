@@ -79,7 +79,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate decays
     warmup_iters: Planned[int] = None  # steps of linear warm-up
     hold: Share = 0.0  # linear: fraction of the steps after warm-up before the decay starts
-    min_lr: Planned[float] = None  # final learning rate. A preset's follows a lower learning_rate
+    min_lr: Planned[float] = None  # final learning rate
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split
     eval_interval: Planned[PositiveInt] = None  # evaluate and save a checkpoint every so many steps

@@ -4,7 +4,6 @@ A field `top_k: int = 200  # help` is the flag `--top_k=200`, and `resume: bool`
 `--no-resume` or `--resume=True`. A preset is a flat TOML file: defaults < presets < flags."""
 
 import gc
-import math
 import os
 import re
 import signal
@@ -113,20 +112,7 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     def values(parsed):
         return {name: getattr(config, name) for name, _ in reversed(parsed) if name in hints}
 
-    vars(config).update(scaled_min_lr(dict(settings), values(by_flag)))
     return config, values(by_preset + by_flag)
-
-
-def scaled_min_lr(before: dict[str, Any], given: dict[str, Any]) -> dict[str, float]:
-    """Return min_lr in proportion, and print it, if a preset's or a run's learning rate is lowered
-    alone: its schedule would rise otherwise."""
-    old = before.get("learning_rate", 0.0)
-    rate = given.get("learning_rate", math.inf)
-    if rate >= old or "min_lr" in given or "min_lr" not in before:
-        return {}
-    scaled = float(f"{before['min_lr'] * rate / old:.6g}")
-    print(f"min_lr: {before['min_lr']} -> {scaled}, in proportion to the learning rate")
-    return {"min_lr": scaled}
 
 
 def read_preset(name: str) -> dict[str, Any]:

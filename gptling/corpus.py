@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from itertools import chain, count
 from pathlib import Path
-from pydoc_data.topics import topics
 from tempfile import NamedTemporaryFile
 from urllib.request import urlopen
 
@@ -87,14 +86,12 @@ def write_records(records: Iterable[dict], field: str, directory: Path) -> Path:
 
 
 def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
-    """The files that a name means. "" is Python's library, or else its reference. What is not a
-    file is written into the directory `downloads`. Raises UserError."""
+    """The files that a name means. "" is Python's library. What is not a file is written into the
+    directory `downloads`. Raises UserError."""
     if not name:
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
-        chosen = [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
-        reference = ({field: text} for text in topics.values())
-        return chosen or [write_records(reference, field, downloads)]
+        return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
     if Path(name).is_dir():  # its files by name, without hidden ones, also where links lead
         found = map(Path, glob.iglob(f"{glob.escape(name)}/**", recursive=True))
         return sorted(file for file in found if file.is_file())

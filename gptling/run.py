@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from gptling.cli import scaled_min_lr
 from gptling.files import UserError, lock_directory, new_directory, read_json, replace
 from gptling.gpt2_format import save
 from gptling.muon import shard, whole
@@ -135,7 +134,6 @@ def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> An
             raise UserError(f"--{name}={value}: the run has {before}; give another --out_dir")
         print(f"{name}: {before} -> {value}")
         changes[name] = value
-    changes |= scaled_min_lr(settings, given)
     return type(config)(**vars(config) | settings | changes)
 
 

@@ -87,23 +87,6 @@ def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
 
 
 @pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ("--learning_rate=3e-4", 1e-6),
-        ("--learning-rate 3e-3", 1e-5),
-        ("--learning_rate=1", 1e-4),  # a higher one
-        ("--learning_rate=3e-4 --min_lr=1e-4", 1e-4),  # as you say, though it is an error later
-    ],
-)
-def test_the_final_rate_of_a_preset_follows_a_lower_learning_rate(flags, expected, capsys):
-    words = ["config/shakespeare_char_cpu.toml", *flags.split()]
-    config, given = load(TrainConfig, "", words, presets=True)
-    assert config.min_lr == given["min_lr"] == expected
-    said = f"min_lr: 0.0001 -> {expected}, in proportion to the learning rate\n"
-    assert capsys.readouterr().out == said * (expected < 1e-4)
-
-
-@pytest.mark.parametrize(
     "error, code, named",
     [
         (UserError("two\nlines"), 1, "train.py: error: two lines\n"),
