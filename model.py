@@ -276,7 +276,6 @@ class GPT(nn.Module):
     """GPT-2's architecture. Parameters have the names of the published checkpoints."""
 
     config_class = GPTConfig
-    loss_in_pieces = None  # a seam: (logits, losses, x (B, T, C), targets (B, T)) to losses (N,)
     cache_dtype = None  # another: that of keys and values
 
     def __init__(self, config: GPTConfig):
@@ -338,8 +337,8 @@ class GPT(nn.Module):
 
     def losses(self, logits, targets):
         """-log softmax(logits)[target] in nats, (N,), of logits (N, V). 0 if a target is -100.
-        Training may call it with some of the rows. Put what is of the training loss alone behind
-        `if self.training:`. To mask targets, set them to -100 in train.py's loop, not here."""
+        Put what is of the training loss alone behind `if self.training:`. To mask targets, set
+        them to -100 in train.py's loop, not here."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for sums over V
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
@@ -349,19 +348,14 @@ class GPT(nn.Module):
         idx (B, T) int64; targets (B, T), the token after each, -100 where none counts.
         padding_mask (B, S) bool, False for padding; cache: a KVCache for each block, within S;
         last_only: logits (B, 1, V) of the last position.
-        With targets and a loss_in_pieces the logits are None: never held in float32 all at once.
         A changed model may return a third value with targets, {name: scalar}: terms that train.py
         logs and adds to the loss, each weighted like it. One that is detached is only logged.
         Raises ValueError for more than block_size tokens, IndexError for an id of idx outside V."""
         x = self.hidden(idx, padding_mask, cache)  # (B, T, C)
+        logits = self.logits(x[:, -1:] if last_only else x)
         if targets is None:
-            return self.logits(x[:, -1:] if last_only else x), None
-        if self.loss_in_pieces is not None:
-            logits = None
-            losses = self.loss_in_pieces(self.logits, self.losses, x, targets)
-        else:
-            logits = self.logits(x)
-            losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)
+            return logits, None
+        losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)
         n_targets = (targets != -100).sum().clamp(min=1)
         return logits, losses.sum() / n_targets
 

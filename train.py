@@ -32,7 +32,7 @@ from tyro.conf import Suppress
 import prepare
 from gptling import cli, devices, loss, plan, pretrained
 from gptling.cli import AtLeastMinus1, Empty, Planned, PositiveInt, Share, UserError
-from gptling.dataset import Dataset, micro_batches
+from gptling.dataset import Dataset
 from gptling.muon import Muon
 from gptling.processes import Processes, recompute_activations
 from gptling.report import Report
@@ -160,8 +160,6 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     long = config.minutes > 2 if config.minutes else config.max_iters > 1000
     auto = device == "cuda" and devices.has_triton() and long
     compile = auto if config.compile == "auto" else config.compile
-    rows = micro_batches(config, processes.world_size)[0] * config.block_size
-    loss.use_loss_in_pieces(model, rows if compile else 0)
     if device == "cpu":
         devices.keep_freed_memory()
         devices.use_float32_attention(model)

@@ -1,105 +1,37 @@
-"""The loss of a model some rows at a time: memory never holds all logits in float32. Only
-`model.logits` and `model.losses` say what a logit is, and what a token's loss."""
+"""The loss over the validation split, and what it must be so that losses can be compared."""
 
 import copy
 import math
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from gptling.files import UserError
 
+EVALUATED_AT_ONCE = 4096  # tokens: 0.8 GB of GPT-2's logits
 NOT_CROSS_ENTROPY = (
     "in eval mode the loss is not the cross-entropy of the logits: it cannot be compared with "
     "another model's. Put what is of the training loss alone behind `if self.training:`"
 )
 
 
-class LossesInPieces(torch.autograd.Function):
-    """losses(logits (N, V), targets (N,)) in at least two parts. A part's gradient overwrites its
-    logits (Hsu et al. 2024, https://arxiv.org/abs/2410.10989): memory holds (N, V) numbers once, in
-    the dtype of matmuls. One backward pass only."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, losses):
-        # At once: 16 MB of logits in float32 stay in a CPU's cache, 512 MB elsewhere.
-        numbers = 1 << (22 if logits.device.type == "cpu" else 27)
-        rows = min(numbers // logits.size(1), len(logits) // 2)
-        rows = max(1, rows)
-        ctx.scale = 256 if logits.dtype == torch.float16 else 1  # which has nothing below 6e-8
-        ctx.gradient = logits.detach()  # autograd raises an error if it has kept the logits
-        parts = []
-        for part, target in zip(ctx.gradient.split(rows), targets.split(rows), strict=True):
-            leaf = part.detach().requires_grad_()
-            with torch.enable_grad():
-                loss = losses(leaf, target)
-                total = loss.sum() * ctx.scale
-            (gradient,) = torch.autograd.grad(total, leaf)
-            part.copy_(gradient)
-            parts.append(loss.detach())
-        return torch.cat(parts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        # One number for all rows, as of a mean, is faster. Either comes before the sum over rows
-        # that a weight's gradient is, which could pass float16's 65,504.
-        weights = gradient[0] if gradient.stride() == (0,) else gradient[:, None]
-        grad_logits = ctx.gradient.mul_(weights / ctx.scale)
-        del ctx.gradient  # frees its memory now
-        return grad_logits, None, None
-
-
-def loss_in_pieces(to_logits, losses, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """losses(to_logits(x), targets), (B T,), for GPT.loss_in_pieces: hidden states x (B, T, C),
-    targets (B, T); to_logits gives (B, T, V), losses (N,) from rows of (N, V) and (N,)."""
-
-    def whole(x, targets):
-        return losses(to_logits(x).flatten(0, 1), targets.flatten())
-
-    if torch.compiler.is_compiling():  # a compiler fuses the whole of it
-        return whole(x, targets)
-    if torch.is_grad_enabled():
-        return LossesInPieces.apply(to_logits(x).flatten(0, 1), targets.flatten(), losses)
-    n = max(1, 1024 // x.size(1))  # sequences of which the logits are held at once
-    return torch.cat([whole(*part) for part in zip(x.split(n), targets.split(n), strict=True)])
-
-
-def copy_of(model: torch.nn.Module, pieces=None) -> torch.nn.Module:
+def copy_of(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model with the same parameters, because a forward pass may change buffers. Sets
-    the random seed: the same dropout. pieces: its loss_in_pieces."""
+    the random seed: the same dropout."""
     trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    trial.loss_in_pieces = pieces
     torch.manual_seed(0)
     return trial
 
 
-def loss_and_norms(model: torch.nn.Module, pieces=None) -> torch.Tensor:
+def loss_and_norms(model: torch.nn.Module) -> torch.Tensor:
     """The loss of at most eight tokens, and the norm of each parameter's gradient, on the model's
-    device in float32. pieces: its loss_in_pieces. Sets the random seed."""
+    device in float32. Sets the random seed."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     idx = torch.arange(min(8, model.config.block_size), device=parameters[0].device)[None]
     idx = idx % model.config.vocab_size
-    loss, _ = objective_and_parts(copy_of(model, pieces)(idx, idx))
+    loss, _ = objective_and_parts(copy_of(model)(idx, idx))
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     return torch.stack([loss.detach(), *(g.norm() for g in gradients)])
-
-
-def use_loss_in_pieces(model: torch.nn.Module, rows: int = 0):
-    """Let a model on the CPU have its loss from loss_in_pieces, if its loss and gradients stay.
-    rows: of logits in a micro-batch to be compiled, which is whole if a GPU has room for it."""
-    plain = loss_and_norms(model)
-    try:
-        pieces = loss_and_norms(model, loss_in_pieces)
-    except (AttributeError, TypeError, RuntimeError):  # forward or autograd needs the logits
-        pieces = torch.full_like(plain, math.nan)
-    if not torch.allclose(pieces, plain, rtol=1e-3, atol=1e-7):
-        print("chunked loss disabled, memory grows: forward() has another loss or gradient")
-        return
-    memory = torch.cuda.mem_get_info()[1] if rows and torch.cuda.is_available() else 0
-    fits = 16 * rows * model.config.vocab_size <= memory
-    model.loss_in_pieces = loss_in_pieces if fits else torch.compiler.disable(loss_in_pieces)
 
 
 @torch.no_grad()
@@ -168,6 +100,7 @@ def check_finite(value: float, step: int, config):
 def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast) -> dict:
     """Return the loss over data's validation sequences in nats per token and in bits per byte, and
     "is_cross_entropy": False if it is none."""
+    batch_size = max(1, min(batch_size, EVALUATED_AT_ONCE // data.block_size))
     sums = []  # of losses and of targets that count, on the device, which nothing waits for
     different = {}
     model.eval()

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
-from gptling.loss import check_loss, objective_and_parts, use_loss_in_pieces
+from gptling.loss import check_loss, objective_and_parts
 from gptling.processes import recompute_activations
 from gptling.run import load_training_state, print_once
 from gptling.tokenizers import load_tokenizer
@@ -141,14 +141,14 @@ def results(model, idx, targets):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_and_evaluation_are_those_of_the_plain_code(name, capsys):
-    """With the loss in pieces, and with blocks that are recomputed."""
+    """And with blocks that are recomputed."""
     model, (idx, targets) = hacked_model(name), batch()
     plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
     assert set(plain[0]) == {"loss", *HACKS[name].terms}
-    use_loss_in_pieces(model.train())
+    model.train()
     batches = [2 * (torch.randint(97, (1, 16)),)]
     check_loss(model, SimpleNamespace(batch=lambda *_: batches), None, None)
-    assert model.loss_in_pieces is not None and not capsys.readouterr().out
+    assert not capsys.readouterr().out
     torch.testing.assert_close(results(model, idx, targets), plain)
     recompute_activations(model)
     torch.testing.assert_close(results(model, idx, targets), plain)
@@ -185,8 +185,9 @@ def test_a_buffer_that_forward_changes_is_changed_by_training_alone():
     count = "self.steps.add_(1)\n        return self.ln_f(x)"
     module = edited_module((INIT, buffer + INIT), ("return self.ln_f(x)", count))
     model = random_model(module).train()
-    use_loss_in_pieces(model)
-    assert model.loss_in_pieces and not model.steps
+    batches = [2 * (torch.randint(97, (1, 16)),)]
+    check_loss(model, SimpleNamespace(batch=lambda *_: batches), None, None)
+    assert not model.steps
 
 
 @torch.no_grad()
@@ -419,7 +420,7 @@ def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, 
 def test_targets_that_forward_masks_are_reported_at_the_start(mask, run):
     """Those of a micro-batch would weigh more if it has fewer of them."""
     line = f"        targets = targets.masked_fill(({mask}) & self.training, -100)\n"
-    forward = "        if self.loss_in_pieces is not None:\n"
+    forward = "        losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)\n"
     said = run(((forward, line + forward),), "train", *TRAIN, "--dropout=0.2")
     assert "the loss is not a mean over its targets: mask targets in train.py's loop" in said
 

@@ -69,7 +69,6 @@ def worker(case: dict):
     from torch.utils.checkpoint import checkpoint
 
     from gptling.devices import keep_freed_memory, use_float32_attention
-    from gptling.loss import use_loss_in_pieces
     from model import GPT, GPTConfig
     from train import TrainConfig, configure_optimizers
 
@@ -88,7 +87,6 @@ def worker(case: dict):
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
         model = GPT(config).train()
-        use_loss_in_pieces(model, batch_size * config.block_size if device == "cuda" else 0)
         model.to(device)
         if device == "cpu":
             use_float32_attention(model)
