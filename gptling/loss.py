@@ -23,17 +23,6 @@ def copy_of(model: torch.nn.Module) -> torch.nn.Module:
     return trial
 
 
-def loss_and_norms(model: torch.nn.Module) -> torch.Tensor:
-    """The loss of at most eight tokens, and the norm of each parameter's gradient, on the model's
-    device in float32. Sets the random seed."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    idx = torch.arange(min(8, model.config.block_size), device=parameters[0].device)[None]
-    idx = idx % model.config.vocab_size
-    loss, _ = objective_and_parts(copy_of(model)(idx, idx))
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    return torch.stack([loss.detach(), *(g.norm() for g in gradients)])
-
-
 @torch.no_grad()
 def is_cross_entropy(model: torch.nn.Module, idx, targets) -> bool:
     """Whether a model's loss is the cross-entropy of its logits, by at most eight tokens of the
@@ -65,19 +54,27 @@ def check_loss(model: torch.nn.Module, data, config, processes):
         print("warning: the loss is not a mean over its targets: mask targets in train.py's loop")
 
 
+def loss_and_norm(model: torch.nn.Module) -> torch.Tensor:
+    """The loss of at most eight tokens, and the norm of its gradient, (2,), on the CPU. Sets the
+    random seed."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    idx = torch.arange(min(8, model.config.block_size), device=parameters[0].device)[None]
+    idx = idx % model.config.vocab_size
+    loss, _ = objective_and_parts(copy_of(model)(idx, idx))
+    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return torch.stack([loss.detach(), norm]).cpu()
+
+
 def compare_with_cpu(model: torch.nn.Module, device: str):
     """Print a line if a model's loss or gradient on its device is not that on a CPU. Matmuls in
     TF32 may change them by less than 1 %."""
-    losses, norms = [], []
-    for trial in (model, copy.deepcopy(model).cpu()):
-        trial.eval()  # devices draw different dropout
-        numbers = loss_and_norms(trial).cpu()
-        losses.append(numbers[0])
-        norms.append(numbers[1:].norm())
+    model.eval()  # devices draw different dropout
+    here = loss_and_norm(model)
+    there = loss_and_norm(copy.deepcopy(model).cpu())
     model.train()
-    same = torch.allclose(*losses, rtol=0.01) and torch.allclose(*norms, rtol=0.01)
-    if not same:
-        here, there = (f"{n[0]:.4g} and {n[1]:.4g}" for n in zip(losses, norms, strict=True))
+    if not torch.allclose(here, there, rtol=0.01):
+        here, there = ("{:.4g} and {:.4g}".format(*numbers) for numbers in (here, there))
         print(f"loss and gradient norm are {here} on {device}, {there} on a CPU: use --device=cpu")
 
 

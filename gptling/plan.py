@@ -21,9 +21,10 @@ from gptling.tokenizers import has_merges
 # Layers and widths to choose from: the largest model that sees enough tokens in the time.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
-# A model sees enough tokens by either of these.
+# A model sees enough tokens by either of these: so many per parameter, or so many epochs times the
+# square root of its parameters per token of the text.
 TOKENS_PER_PARAMETER = 1.5
-ENOUGH_EPOCHS = 4
+EPOCHS_OF_A_REPEATED_TEXT = 2
 # A run ends after so many epochs or steps: the later of the two.
 MAX_EPOCHS = 16
 SHORT_TEXT_STEPS = 600
@@ -185,7 +186,7 @@ class Planner:
         decay = 0.1
         if self.config.init_from == "scratch":
             decay = round(min(0.8, 0.1 + memorisation / 1600), 2)
-        tokens = min(tokens, ENOUGH_EPOCHS * self.train_tokens)  # later epochs do not count
+        tokens = min(tokens, 4 * self.train_tokens)  # later epochs do not count
         block_size = nearest_power_of_two(max(64, tokens**0.6 / 72))
         width = fields["n_embd"]
         heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
@@ -247,7 +248,8 @@ class Planner:
 
     def enough_tokens(self, n_parameters: int) -> float:
         """Return how many tokens a model should see."""
-        return min(TOKENS_PER_PARAMETER * n_parameters, ENOUGH_EPOCHS * self.train_tokens)
+        epochs = EPOCHS_OF_A_REPEATED_TEXT * math.sqrt(n_parameters / self.train_tokens)
+        return min(TOKENS_PER_PARAMETER * n_parameters, epochs * self.train_tokens)
 
     def seconds_left(self) -> float:
         """Return the seconds of config.minutes that are left, by the slowest process's clock."""
