@@ -18,7 +18,8 @@ NOT_CROSS_ENTROPY = (
 def copy_of(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model with the same parameters, because a forward pass may change buffers. Sets
     the random seed: the same dropout."""
-    trial = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    shared = {id(p): p for p in model.parameters()}
+    trial = copy.deepcopy(model, shared)
     torch.manual_seed(0)
     return trial
 
@@ -27,10 +28,12 @@ def copy_of(model: torch.nn.Module) -> torch.nn.Module:
 def is_cross_entropy(model: torch.nn.Module, idx, targets) -> bool:
     """Whether a model's loss is the cross-entropy of its logits, by at most eight tokens of the
     first sequence. Otherwise validation losses cannot be compared with another model's."""
-    idx, targets = idx[:1, :8], targets[:1, :8]
+    idx = idx[:1, :8]
+    targets = targets[:1, :8]
     loss = model(idx, targets)[1]
-    logits = model(idx)[0].flatten(0, 1).float()
-    return torch.allclose(loss.float(), F.cross_entropy(logits, targets.flatten()), rtol=1e-4)
+    logits = model(idx)[0].float()
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return torch.allclose(loss.float(), expected, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -42,15 +45,17 @@ def check_loss(model: torch.nn.Module, data, config, processes):
     batches = [data.batch(config, step, processes)[0] for step in range(4)]
     if not is_cross_entropy(copy_of(model).eval(), *batches[0]):
         print(f"warning: {NOT_CROSS_ENTROPY}")
-    idx = torch.stack([inputs[0, :256] for inputs, _ in batches])  # (4, T)
+    sequences = [inputs[0, :256] for inputs, _ in batches]
+    idx = torch.stack(sequences)  # (4, T)
 
     def loss(targets):
         _, parts = objective_and_parts(copy_of(model)(idx, targets))
         return parts["loss"]
 
     one = torch.eye(4, dtype=torch.bool, device=idx.device)
-    losses = [loss(idx.where(row[:, None], -100)) for row in one]
-    if not torch.allclose(torch.stack(losses).mean(), loss(idx), rtol=5e-6):
+    targets_of_one = [idx.where(row[:, None], -100) for row in one]
+    losses = torch.stack([loss(targets) for targets in targets_of_one])
+    if not torch.allclose(losses.mean(), loss(idx), rtol=5e-6):
         print("warning: the loss is not a mean over its targets: mask targets in train.py's loop")
 
 
@@ -58,8 +63,9 @@ def loss_and_norm(model: torch.nn.Module) -> torch.Tensor:
     """The loss of at most eight tokens, and the norm of its gradient, (2,), on the CPU. Sets the
     random seed."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    idx = torch.arange(min(8, model.config.block_size), device=parameters[0].device)[None]
-    idx = idx % model.config.vocab_size
+    n = min(8, model.config.block_size)
+    ids = torch.arange(n, device=parameters[0].device) % model.config.vocab_size
+    idx = ids[None]
     loss, _ = objective_and_parts(copy_of(model)(idx, idx))
     gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
     norm = torch.nn.utils.get_total_norm(gradients)

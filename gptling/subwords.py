@@ -17,14 +17,16 @@ LONGEST = 64  # bytes of a word that is split. Longer ones keep their tokens
 
 def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
     """Return the words of a text, which tokens never cross, and the special tokens in it."""
-    special = [regex.escape(token) for token in tokenizer.special_tokens_set]
-    parts = regex.split(f"({'|'.join(special)})", text) if special else [text]
+    special = tokenizer.special_tokens_set
+    pattern = "|".join(map(regex.escape, special))
+    parts = regex.split(f"({pattern})", text) if special else [text]
     words = []
     for part in parts:
-        if part in tokenizer.special_tokens_set:
+        if part in special:
             words.append(part)
         else:
-            words += [match[0] for match in regex.finditer(tokenizer._pat_str, part)]
+            matches = regex.finditer(tokenizer._pat_str, part)
+            words += [match[0] for match in matches]
     return words
 
 
@@ -42,7 +44,8 @@ def split_word(word: str, tokenizer: tiktoken.Encoding, dropout: float, rng: ran
                 place = i
         if lowest == math.inf:
             return [ranks[token] for token in tokens]
-        tokens[place : place + 2] = [tokens[place] + tokens[place + 1]]
+        pair = tokens[place : place + 2]
+        tokens[place : place + 2] = [b"".join(pair)]
 
 
 def draw_splits(word: str, count: int, tokenizer: tiktoken.Encoding, dropout: float, rng):
