@@ -196,10 +196,11 @@ def validation_bytes(sizes: np.ndarray) -> np.ndarray:
     total = sizes.sum()
     goal = min(total // 10, MAX_VALIDATION)
     limit = min(total * 15 // 100, MAX_VALIDATION)
-    every_tenth_first = np.argsort(-np.arange(1, n + 1) % (total // goal), kind="stable")
+    stride = total // goal
+    rounds = [range(first, n, stride) for first in reversed(range(stride))]  # each tenth, first
     held_out = np.zeros_like(sizes)
     chosen = 0
-    for i in every_tenth_first:
+    for i in chain.from_iterable(rounds):
         if chosen < goal and chosen + sizes[i] <= limit:
             held_out[i] = sizes[i]
             chosen += sizes[i]

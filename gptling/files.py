@@ -40,7 +40,7 @@ def read_json(file: Path) -> dict:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:  # TypeError: another value
-        raise UserError(f"{file} cannot be read ({error}): delete {file.parent}") from None
+        raise UserError(f"{file} cannot be read ({error})") from None
 
 
 def lock_directory(directory: Path) -> filelock.FileLock:

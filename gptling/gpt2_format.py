@@ -159,14 +159,16 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
 
     for name, value in asdict(model.config).items():
         config |= dict.fromkeys(HF_NAMES.get(name, [name]), value)
-    end_of_text = save_tokenizer(tokenizer_json, directory, config) if tokenizer_json else None
+    end_of_text = None
+    if tokenizer_json:
+        end_of_text = save_tokenizer_files(tokenizer_json, directory, config)
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     weights.chmod((directory / "config.json").stat().st_mode)  # the umask's, not save_file's
     return reason
 
 
-def save_tokenizer(tokenizer_json: str, directory: Path, config: dict) -> int | None:
+def save_tokenizer_files(tokenizer_json: str, directory: Path, config: dict) -> int | None:
     """Write tokenizer.json, and what transformers reads beside it. Returns end-of-text's id."""
     added = json.loads(tokenizer_json)["added_tokens"]
     end_of_text = {token["content"]: token["id"] for token in added}.get(END_OF_TEXT)

@@ -64,10 +64,13 @@ def best_checkpoint(run: str | Path) -> Path | None:
 
 def check_files(checkpoint: Path) -> Path:
     """Return a checkpoint of a run. Raises UserError for a file that was not copied whole."""
-    for name in ("config.json", "tokenizer.json"):
-        read_json(checkpoint / name)
-    if not (checkpoint / "model.safetensors").is_file():
-        raise UserError(f"{checkpoint} has no model.safetensors: delete {checkpoint}")
+    try:
+        for name in ("config.json", "tokenizer.json"):
+            read_json(checkpoint / name)
+        if not (checkpoint / "model.safetensors").is_file():
+            raise UserError(f"{checkpoint} has no model.safetensors")
+    except UserError as error:
+        raise UserError(f"{error}: delete {checkpoint}") from None
     return checkpoint
 
 
