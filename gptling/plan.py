@@ -21,10 +21,6 @@ from gptling.tokenizers import has_merges
 # Layers and widths to choose from: the largest model that sees enough tokens in the time.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
-# A model sees enough tokens by either of these: so many per parameter, or so many epochs times the
-# square root of its parameters per token of the text.
-TOKENS_PER_PARAMETER = 1.5
-EPOCHS_OF_A_REPEATED_TEXT = 2
 # A run ends after so many epochs or steps: the later of the two.
 MAX_EPOCHS = 16
 SHORT_TEXT_STEPS = 600
@@ -247,9 +243,9 @@ class Planner:
         return 12 * fields["n_layer"] * width**2 + width * self.vocab_size
 
     def enough_tokens(self, n_parameters: int) -> float:
-        """Return how many tokens a model should see."""
-        epochs = EPOCHS_OF_A_REPEATED_TEXT * math.sqrt(n_parameters / self.train_tokens)
-        return min(TOKENS_PER_PARAMETER * n_parameters, epochs * self.train_tokens)
+        """Return how many tokens a model should see: 1.5 per parameter, or less if the text, not the
+        model, is the limit. With 24 parameters per token of the text these are 7.3 epochs."""
+        return 1.5 * math.sqrt(n_parameters * min(n_parameters, self.train_tokens))
 
     def seconds_left(self) -> float:
         """Return the seconds of config.minutes that are left, by the slowest process's clock."""
