@@ -54,10 +54,14 @@ def fill_in(config, values: dict):
     rate = 0.01 * min(1, 192 / width)
     if config.optimizer == "adamw":
         rate = 0.001 * math.sqrt(256 / width)
-    muon_rate = 0.05 * min(1, math.sqrt(128 / width))
     tenth = 1 if config.init_from == "scratch" else 10
-    set_missing(learning_rate=rate / tenth, muon_lr=muon_rate / tenth)
+    set_missing(learning_rate=rate / tenth, muon_lr=muon_rate(width) / tenth)
     set_missing(min_lr=config.learning_rate / 100, warmup_iters=math.ceil(config.max_iters / 50))
+
+
+def muon_rate(width: int) -> float:
+    """Return Muon's peak rate for a model of this width."""
+    return 0.05 * min(1, math.sqrt(128 / width))
 
 
 def eval_part(fields: dict) -> int:
@@ -168,11 +172,26 @@ class Planner:
     def fields_for(self, n_layer: int, n_embd: int, tokens: float = 0) -> dict:
         """Return the fields of a model that sees so many tokens, or enough (0)."""
         fields = {"n_layer": n_layer, "n_embd": n_embd} | self.fixed
-        n_parameters = self.parameters(fields)
-        tokens = tokens or self.enough_tokens(n_parameters)
-        # Epochs times parameters per token of the text: how well it could be memorised.
+        tokens = tokens or self.enough_tokens(self.parameters(fields))
+        counted = min(tokens, 4 * self.train_tokens)  # later epochs do not count
+        block_size = nearest_power_of_two(max(64, counted**0.6 / 72))
+        width = fields["n_embd"]
+        heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
+        defaults = {
+            "n_head": next(n for n in heads if width % n == 0),
+            "block_size": min(1024, block_size, self.longest),
+            "gradient_accumulation_steps": self.processes.world_size,
+        }
+        fields = defaults | fields
+        if "batch_size" not in fields:
+            self.set_batch(fields, max(1024, 9.3 * counted**0.383))
+        return fields | self.regularisation(fields, tokens) | self.fixed
+
+    def regularisation(self, fields: dict, tokens: float) -> dict:
+        """Return what keeps a model that sees so many tokens from memorising the text. How well it
+        could: epochs times parameters per token of the text."""
         epochs = tokens / self.train_tokens
-        memorisation = epochs * n_parameters / self.train_tokens
+        memorisation = epochs * self.parameters(fields) / self.train_tokens
         bpe_dropout = 0.0
         if self.can_vary and epochs >= BPE_DROPOUT_EPOCHS:
             if memorisation >= BPE_DROPOUT_MEMORISATION:
@@ -181,23 +200,15 @@ class Planner:
                 bpe_dropout = 0.1
         decay = 0.1
         if self.config.init_from == "scratch":
-            decay = round(min(0.8, 0.1 + memorisation / 1600), 2)
-        tokens = min(tokens, 4 * self.train_tokens)  # later epochs do not count
-        block_size = nearest_power_of_two(max(64, tokens**0.6 / 72))
-        width = fields["n_embd"]
-        heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
-        defaults = {
-            "n_head": next(n for n in heads if width % n == 0),
-            "block_size": min(1024, block_size, self.longest),
+            # After so many epochs weights have forgotten a text (Wang and Aitchison 2024).
+            memory = max(0.8, 8 / epochs)
+            steps = memory * self.train_tokens / tokens_per_step(fields)
+            decay = 1 / (steps * muon_rate(fields["n_embd"]))
+        return {
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
             "bpe_dropout": bpe_dropout,
-            "weight_decay": decay,
-            "gradient_accumulation_steps": self.processes.world_size,
+            "weight_decay": round(min(max(decay, 0.1), 0.8), 2),
         }
-        fields = defaults | fields
-        if "batch_size" not in fields:
-            self.set_batch(fields, max(1024, 9.3 * tokens**0.383))
-        return fields | self.fixed
 
     def set_batch(self, fields: dict, tokens: float):
         """Set batch_size for steps of about so many tokens, and accumulate if it is too large:
@@ -243,8 +254,8 @@ class Planner:
         return 12 * fields["n_layer"] * width**2 + width * self.vocab_size
 
     def enough_tokens(self, n_parameters: int) -> float:
-        """Return how many tokens a model should see: 1.5 per parameter, or less if the text, not the
-        model, is the limit. With 24 parameters per token of the text these are 7.3 epochs."""
+        """Return how many tokens a model should see: 1.5 per parameter, fewer if the text is short.
+        With 24 parameters per token of the text these are 7.3 epochs."""
         return 1.5 * math.sqrt(n_parameters * min(n_parameters, self.train_tokens))
 
     def seconds_left(self) -> float:
