@@ -3,7 +3,7 @@
     python sample.py                                             # the newest run under out/
     python sample.py out/my --prompt "Once upon a time" --temperature 0.7 --num_samples 3
     echo "To be" | python sample.py out/shakespeare_char --prompt -
-    python sample.py gpt2 --interactive --compile
+    python sample.py gpt2 --interactive
     python sample.py out/my --prompt "The" --explain page.html   # probabilities and attention
 
 The text goes to standard output as it is drawn, everything else to standard error.

@@ -264,12 +264,12 @@ def main():
             parallel.require_backward_grad_sync = micro_step == len(batch) - 1
             with autocast:
                 objective, parts = loss.objective_and_parts(compiled(x, y))
-            # A mean over the micro-batch's targets becomes part of one over all of the step's. Over
-            # processes gradients are averaged. Without targets the ratio is inf, and all is 0.
-            ratio = n_targets.clamp(min=1) / ((y != -100).sum() * world_size)
-            scaler.scale(objective / ratio).backward()
+            # A mean over the micro-batch's targets becomes part of one over all of the step's.
+            # Gradients are averaged over processes, so their number is a factor.
+            weight = (y != -100).sum() * world_size / n_targets.clamp(min=1)
+            scaler.scale(objective * weight).backward()
             for name, value in parts.items():
-                losses[name] = losses.get(name, 0) + value.detach() / ratio
+                losses[name] = losses.get(name, 0) + value.detach() * weight
         losses = {name: processes.sum(value) / world_size for name, value in losses.items()}
         for optimizer in optimizers:
             scaler.unscale_(optimizer)

@@ -108,11 +108,8 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
         use_underscores=True,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
     )
-
-    def values(parsed):
-        return {name: getattr(config, name) for name, _ in reversed(parsed) if name in hints}
-
-    return config, values(by_preset + by_flag)
+    given = [name for name, _ in reversed(by_preset + by_flag) if name in hints]
+    return config, {name: getattr(config, name) for name in given}
 
 
 def read_preset(name: str) -> dict[str, Any]:

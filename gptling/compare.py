@@ -204,8 +204,7 @@ def main():
     sides = make_sides(config.patches, argv[end + 1 :], shlex.split(config.prepare))
     first = sides[0]
     script = OUT / first.name / "steps.py"
-    printed = execute(sys.executable, script, *first.flags)
-    n_steps = int(printed.splitlines()[-1])  # after what load prints
+    n_steps = int(execute(sys.executable, script, *first.flags))
     seconds = set()
 
     steps = {side.name: [n_steps] * config.seeds for side in sides}

@@ -197,7 +197,8 @@ def validation_bytes(sizes: np.ndarray) -> np.ndarray:
     goal = min(total // 10, MAX_VALIDATION)
     limit = min(total * 15 // 100, MAX_VALIDATION)
     stride = total // goal
-    rounds = [range(first, n, stride) for first in reversed(range(stride))]  # each tenth, first
+    # Every tenth document, then the one before each of these, and so on.
+    rounds = [range(first, n, stride) for first in reversed(range(stride))]
     held_out = np.zeros_like(sizes)
     chosen = 0
     for i in chain.from_iterable(rounds):
@@ -238,7 +239,8 @@ class Corpus:
         self.n_documents = len(first)
         self.n_repeated = len(with_text) - len(first)
         if not self.n_documents:
-            raise UserError("; ".join(self.refused[:5]) or f"{' '.join(names)}: no text")
+            sources = " ".join(names) or "the source of Python"
+            raise UserError("; ".join(self.refused[:5]) or f"{sources}: no text")
         kept = with_text[np.sort(first)]
         self.n_train = np.full(len(sizes), -1)  # bytes of each to train on; -1: left out
         self.n_train[kept] = sizes[kept] - validation_bytes(sizes[kept])

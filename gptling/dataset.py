@@ -27,7 +27,10 @@ class Dataset:
                 remedy = f"python prepare.py {name} prepares it, and prints the next command"
             raise UserError(f"{directory} has no prepared text: {remedy}")
         self.directory = directory
-        self.fingerprint = read_json(directory / "meta.json")["sha256"]
+        try:
+            self.fingerprint = read_json(directory / "meta.json")["sha256"]
+        except UserError as error:
+            raise UserError(f"{error}: prepare the text again with --overwrite") from None
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
         shards = sorted(directory.glob("train-*.npy"))

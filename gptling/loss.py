@@ -1,4 +1,4 @@
-"""The loss over the validation split, and what it must be so that losses can be compared."""
+"""The loss over the validation split, and checks that losses can be compared."""
 
 import copy
 import math
@@ -80,8 +80,9 @@ def compare_with_cpu(model: torch.nn.Module, device: str):
     there = loss_and_norm(copy.deepcopy(model).cpu())
     model.train()
     if not torch.allclose(here, there, rtol=0.01):
-        here, there = ("{:.4g} and {:.4g}".format(*numbers) for numbers in (here, there))
-        print(f"loss and gradient norm are {here} on {device}, {there} on a CPU: use --device=cpu")
+        numbers = "{:.4g} and {:.4g} on {}, {:.4g} and {:.4g} on a CPU"
+        numbers = numbers.format(*here, device, *there)
+        print(f"loss and gradient norm are {numbers}: use --device=cpu")
 
 
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

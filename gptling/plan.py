@@ -2,7 +2,8 @@
 
 The rules are fitted to the sweeps in docs/minutes.md. Parameters grow with the tokens as in
 Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556, batches as in Bergsma et al. 2025,
-https://arxiv.org/abs/2505.13738."""
+https://arxiv.org/abs/2505.13738, the weight decay as in Wang and Aitchison 2024,
+https://arxiv.org/abs/2405.13698."""
 
 import bisect
 import copy
@@ -31,7 +32,7 @@ FINE_TUNING_STEPS = 100
 # The largest model has so many parameters per token of the text, or so many.
 PARAMETERS_PER_TOKEN = 25
 SHORT_TEXT_PARAMETERS = 2_600_000
-# See Planner.fields_for.
+# See Planner.regularisation.
 DROPOUT_MEMORISATION = 35
 BPE_DROPOUT_MEMORISATION = 100
 BPE_DROPOUT_EPOCHS = 8
@@ -189,7 +190,7 @@ class Planner:
 
     def regularisation(self, fields: dict, tokens: float) -> dict:
         """Return what keeps a model that sees so many tokens from memorising the text. How well it
-        could: epochs times parameters per token of the text."""
+        could is `memorisation`: epochs times parameters per token of the text."""
         epochs = tokens / self.train_tokens
         memorisation = epochs * self.parameters(fields) / self.train_tokens
         bpe_dropout = 0.0
@@ -200,10 +201,9 @@ class Planner:
                 bpe_dropout = 0.1
         decay = 0.1
         if self.config.init_from == "scratch":
-            # After so many epochs weights have forgotten a text (Wang and Aitchison 2024).
-            memory = max(0.8, 8 / epochs)
+            memory = max(0.8, 8 / epochs)  # epochs in which the weights forget a text
             steps = memory * self.train_tokens / tokens_per_step(fields)
-            decay = 1 / (steps * muon_rate(fields["n_embd"]))
+            decay = 1 / (steps * fields.get("muon_lr", muon_rate(fields["n_embd"])))
         return {
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
             "bpe_dropout": bpe_dropout,
@@ -254,9 +254,10 @@ class Planner:
         return 12 * fields["n_layer"] * width**2 + width * self.vocab_size
 
     def enough_tokens(self, n_parameters: int) -> float:
-        """Return how many tokens a model should see: 1.5 per parameter, fewer if the text is short.
-        With 24 parameters per token of the text these are 7.3 epochs."""
-        return 1.5 * math.sqrt(n_parameters * min(n_parameters, self.train_tokens))
+        """Return how many tokens a model should see: 1.5 per parameter. If the text is short, four
+        epochs, or more for a model of more than seven parameters per token of it: 7.3 for 24."""
+        epochs = max(4, 1.5 * math.sqrt(n_parameters / self.train_tokens))
+        return min(1.5 * n_parameters, epochs * self.train_tokens)
 
     def seconds_left(self) -> float:
         """Return the seconds of config.minutes that are left, by the slowest process's clock."""

@@ -22,8 +22,9 @@ def find_checkpoint(path: str | Path = "") -> Path:
     path = Path(path or runs[-1]).expanduser()
     checkpoints = list_checkpoints(path)
     if checkpoints:
-        stopped = "val_loss" not in read_json(checkpoints[-1] / "metrics.json")
-        return check_files(checkpoints[-1] if stopped else best_checkpoint(path))
+        newest = check_files(checkpoints[-1])
+        stopped = "val_loss" not in read_json(newest / "metrics.json")
+        return newest if stopped else check_files(best_checkpoint(path))
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):

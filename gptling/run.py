@@ -65,7 +65,7 @@ def best_checkpoint(run: str | Path) -> Path | None:
 def check_files(checkpoint: Path) -> Path:
     """Return a checkpoint of a run. Raises UserError for a file that was not copied whole."""
     try:
-        for name in ("config.json", "tokenizer.json"):
+        for name in ("config.json", "tokenizer.json", "metrics.json"):
             read_json(checkpoint / name)
         if not (checkpoint / "model.safetensors").is_file():
             raise UserError(f"{checkpoint} has no model.safetensors")
@@ -231,7 +231,10 @@ class RunDirectory:
         """Keep the lines of log.jsonl up to a step. A killed session has left the others."""
         log = self.path / "log.jsonl"
         lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
-        kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
+        try:
+            kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
+        except ValueError as error:
+            raise UserError(f"{log} cannot be read ({error}): delete it") from None
         replace(log, b"".join(kept))
 
     def write_settings(self, config: Any):

@@ -31,8 +31,8 @@ def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
 
 
 def split_word(word: str, tokenizer: tiktoken.Encoding, dropout: float, rng: random.Random):
-    """Return the tokens of a word. Byte-pair encoding merges the two neighbours with the lowest
-    token, again and again. Here each step overlooks a share `dropout` of the neighbours."""
+    """Return the tokens of a word. Byte-pair encoding merges the two neighbours whose merged token
+    is the lowest, again and again. Here each step overlooks a share `dropout` of neighbours."""
     ranks = tokenizer._mergeable_ranks
     tokens = [bytes([byte]) for byte in word.encode()]
     while True:

@@ -172,7 +172,8 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
 
 def has_merges(tokenizer: tiktoken.Encoding) -> bool:
     """Whether a tokenizer is a BPE: neither characters nor bytes, nor a class of your own."""
-    return type(tokenizer) is tiktoken.Encoding and tokenizer._pat_str != ANY_CHARACTER
+    is_ours = type(tokenizer) is tiktoken.Encoding and has_all_bytes(tokenizer)
+    return is_ours and tokenizer._pat_str != ANY_CHARACTER
 
 
 def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=()) -> np.ndarray:

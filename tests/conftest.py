@@ -100,7 +100,7 @@ def run_script(script, *arguments, cwd, stdin="", **environment):
     """Run a script of the project; returns the finished process with its output in bytes."""
     arguments = [str(ROOT / script), *map(str, arguments)]
     stdin = stdin if isinstance(stdin, bytes) else stdin.encode()
-    if environment or "--compile" in arguments or not hasattr(os, "fork"):
+    if environment or not hasattr(os, "fork"):
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=cwd,

@@ -140,8 +140,7 @@ def results(model, idx, targets):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training_and_evaluation_are_those_of_the_plain_code(name, capsys):
-    """And with blocks that are recomputed."""
+def test_checks_and_recomputed_blocks_change_no_loss_and_no_gradient(name, capsys):
     model, (idx, targets) = hacked_model(name), batch()
     plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
     assert set(plain[0]) == {"loss", *HACKS[name].terms}

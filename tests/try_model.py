@@ -6,9 +6,9 @@
 
 A tiny model is trained for 16 steps. A run that is stopped at steps 9 and 12 and resumed must end
 with the same weights, and two processes must have the same losses. A warning of train.py is an
-error here. The model samples, also with --compile,
-and one of width 256 with faster layers. No token may see a later one. Text drawn with the cache,
-past the window and beside other prompts must be the text drawn without.
+error here. The model samples, and so does one of width 256 with faster layers. No token may see a
+later one. Text drawn with the cache, past the window and beside other prompts must be the text
+drawn without.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def check_sampling(flags: list[str]):
     """Sample from the tiny model, and from a wide one after three steps, with faster layers."""
     Path("prompts.txt").write_text("on\n99 green bottles hanging\n", encoding="utf-8")
     batch = ["--prompts=prompts.txt", "--num_samples=2"]
-    for more in ([], batch, ["--explain=page.html"], ["--compile"]):
+    for more in ([], batch, ["--explain=page.html"]):
         said = script(sample, "out/text", "--max_new_tokens=80", *more)
         assert "slower decoding" not in said, said
     script(train, *flags, "--n_embd=256", "--max_iters=3", "--out_dir=out/wide")
