@@ -61,24 +61,13 @@ def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed
     "resolved" is resol|ved, res|olved, re|sol|ved and so on. dropout: see split_word."""
     ids = np.concatenate(shards).tolist()
     words = find_words(tokenizer.decode_bytes(ids).decode(errors="ignore"), tokenizer)
-    counts = Counter(words)
     rng = random.Random(seed)
-    splits = [draw_splits(word, n, tokenizer, dropout, rng) for word, n in counts.items()]
-    numbers = {word: number for number, word in enumerate(counts)}
-    text = np.array([numbers[word] for word in words])
-    n_splits = np.array([len(of_a_word) for of_a_word in splits])
-    first_split = np.cumsum(n_splits) - n_splits
-    splits = list(chain.from_iterable(splits))
-    flat = np.concatenate(splits).astype(shards[0].dtype)
-    lengths = np.array([len(split) for split in splits])
-    starts = np.cumsum(lengths) - lengths
-    rng = np.random.default_rng(seed)
+    splits = {
+        word: draw_splits(word, count, tokenizer, dropout, rng)
+        for word, count in Counter(words).items()
+    }
     passes = []
     for _ in range(PASSES):
-        chosen = first_split[text] + rng.integers(n_splits[text])
-        n = lengths[chosen]
-        places = np.cumsum(n) - n  # of each word in this pass
-        moves = np.repeat(starts[chosen] - places, n)
-        in_flat = np.arange(len(moves)) + moves
-        passes.append(flat[in_flat])
+        drawn = (rng.choice(splits[word]) for word in words)
+        passes.append(np.fromiter(chain.from_iterable(drawn), shards[0].dtype))
     return passes
