@@ -203,7 +203,8 @@ class Planner:
         if self.config.init_from == "scratch":
             memory = max(0.8, 8 / epochs)  # epochs in which the weights forget a text
             steps = memory * self.train_tokens / tokens_per_step(fields)
-            decay = 1 / (steps * fields.get("muon_lr", muon_rate(fields["n_embd"])))
+            rate = fields.get("muon_lr") or muon_rate(fields["n_embd"])
+            decay = 1 / (steps * rate)
         return {
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
             "bpe_dropout": bpe_dropout,
