@@ -27,10 +27,8 @@ class Dataset:
                 remedy = f"python prepare.py {name} prepares it, and prints the next command"
             raise UserError(f"{directory} has no prepared text: {remedy}")
         self.directory = directory
-        try:
-            self.fingerprint = read_json(directory / "meta.json")["sha256"]
-        except UserError as error:
-            raise UserError(f"{error}: prepare the text again with --overwrite") from None
+        meta = read_json(directory / "meta.json", "prepare the text again with --overwrite")
+        self.fingerprint = meta["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
         shards = sorted(directory.glob("train-*.npy"))
@@ -136,12 +134,6 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
     return size, share // size
 
 
-def sequences_in(length: int, T: int) -> int:
-    """The sequences of a shard in an epoch: one less than would fit, so that the first may begin at
-    any of T places."""
-    return max(length // T - 1, int(length > T))
-
-
 @lru_cache(maxsize=2)
 def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.ndarray:
     """The sequences of an epoch in their order: the shard of each and its place there, (n, 2).
@@ -151,7 +143,8 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.nd
     """
     places = []
     for shard, length in enumerate(lengths):
-        n = sequences_in(length, T)
+        # One sequence less than would fit, so that the first may begin at any of T places.
+        n = max(length // T - 1, int(length > T))
         n_firsts = min(T, length - n * T)
         rng = np.random.default_rng((seed, epoch, shard))
         first = rng.integers(n_firsts)

@@ -35,12 +35,13 @@ def replace(path: Path, content: bytes):
     temporary.replace(path)
 
 
-def read_json(file: Path) -> dict:
-    """Return the JSON object in a file. Raises UserError."""
+def read_json(file: Path, remedy: str = "") -> dict:
+    """Return the JSON object in a file. Raises UserError, which ends with the remedy."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:  # TypeError: another value
-        raise UserError(f"{file} cannot be read ({error})") from None
+        hint = f": {remedy}" if remedy else ""
+        raise UserError(f"{file} cannot be read ({error}){hint}") from None
 
 
 def lock_directory(directory: Path) -> filelock.FileLock:

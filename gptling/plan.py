@@ -22,6 +22,7 @@ from gptling.tokenizers import has_merges
 # Layers and widths to choose from: the largest model that sees enough tokens in the time.
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
+GOOD_EPOCHS = 4  # later ones teach less: Muennighoff et al. 2023, arXiv 2305.16264
 # A run ends after so many epochs or steps: the later of the two.
 MAX_EPOCHS = 16
 SHORT_TEXT_STEPS = 600
@@ -174,7 +175,7 @@ class Planner:
         """Return the fields of a model that sees so many tokens, or enough (0)."""
         fields = {"n_layer": n_layer, "n_embd": n_embd} | self.fixed
         tokens = tokens or self.enough_tokens(self.parameters(fields))
-        counted = min(tokens, 4 * self.train_tokens)  # later epochs do not count
+        counted = min(tokens, GOOD_EPOCHS * self.train_tokens)  # for the sequence and the batch
         block_size = nearest_power_of_two(max(64, counted**0.6 / 72))
         width = fields["n_embd"]
         heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
@@ -257,7 +258,7 @@ class Planner:
     def enough_tokens(self, n_parameters: int) -> float:
         """Return how many tokens a model should see: 1.5 per parameter. If the text is short, four
         epochs, or more for a model of more than seven parameters per token of it: 7.3 for 24."""
-        epochs = max(4, 1.5 * math.sqrt(n_parameters / self.train_tokens))
+        epochs = max(GOOD_EPOCHS, 1.5 * math.sqrt(n_parameters / self.train_tokens))
         return min(1.5 * n_parameters, epochs * self.train_tokens)
 
     def seconds_left(self) -> float:

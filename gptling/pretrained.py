@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from gptling import gpt2_format
 from gptling.files import UserError, read_json
-from gptling.run import best_checkpoint, check_files, list_checkpoints
+from gptling.run import best_checkpoint, check_files, list_checkpoints, read_metrics
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 
@@ -22,9 +22,8 @@ def find_checkpoint(path: str | Path = "") -> Path:
     path = Path(path or runs[-1]).expanduser()
     checkpoints = list_checkpoints(path)
     if checkpoints:
-        newest = check_files(checkpoints[-1])
-        stopped = "val_loss" not in read_json(newest / "metrics.json")
-        return newest if stopped else check_files(best_checkpoint(path))
+        stopped = "val_loss" not in read_metrics(checkpoints[-1])
+        return check_files(checkpoints[-1] if stopped else best_checkpoint(path))
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):

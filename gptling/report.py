@@ -12,8 +12,8 @@ import torch
 from gptling.cli import progress_bar
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
-from gptling.files import read_json
-from gptling.run import best_checkpoint
+from gptling.plan import GOOD_EPOCHS
+from gptling.run import best_checkpoint, read_metrics
 
 
 def draw_curves(out_dir: Path):
@@ -200,7 +200,7 @@ class Report:
         if not self.processes.is_main:
             return
         best = best_checkpoint(self.config.out_dir)
-        metrics = read_json(best / "metrics.json")
+        metrics = read_metrics(best)
         bits = metrics["bits_per_byte"]
         loss = f"{bits:.3f} bits per byte"
         tokens = metrics["val_tokens"]
@@ -222,7 +222,7 @@ class Report:
         epochs = self.progress.step * tokens_per_step(vars(self.config)) / data.n_tokens
         if self.progress.step >= self.clock.most:
             hint = "More text would help now, more time would not."
-        elif epochs < 4:  # later epochs teach less (Muennighoff et al. 2023, arXiv 2305.16264)
+        elif epochs < GOOD_EPOCHS:
             hint = "More time would help."
         elif best_step == self.progress.step:
             hint = "More time would help a little, and more text would help more."

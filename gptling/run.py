@@ -51,12 +51,17 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     return [checkpoints[step] for step in sorted(checkpoints)]
 
 
+def read_metrics(checkpoint: Path) -> dict[str, Any]:
+    """Return the last evaluation of a checkpoint, and its step. Raises UserError."""
+    return read_json(checkpoint / "metrics.json", f"delete {checkpoint}")
+
+
 def best_checkpoint(run: str | Path) -> Path | None:
     """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones. Of
     a last evaluation that covers more than those before, the loss over their tokens counts."""
 
     def loss(checkpoint):
-        metrics = read_json(checkpoint / "metrics.json")
+        metrics = read_metrics(checkpoint)
         return metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
 
     return min(list_checkpoints(run)[::-1], key=loss, default=None)
@@ -64,13 +69,11 @@ def best_checkpoint(run: str | Path) -> Path | None:
 
 def check_files(checkpoint: Path) -> Path:
     """Return a checkpoint of a run. Raises UserError for a file that was not copied whole."""
-    try:
-        for name in ("config.json", "tokenizer.json", "metrics.json"):
-            read_json(checkpoint / name)
-        if not (checkpoint / "model.safetensors").is_file():
-            raise UserError(f"{checkpoint} has no model.safetensors")
-    except UserError as error:
-        raise UserError(f"{error}: delete {checkpoint}") from None
+    read_metrics(checkpoint)
+    for name in ("config.json", "tokenizer.json"):
+        read_json(checkpoint / name, f"delete {checkpoint}")
+    if not (checkpoint / "model.safetensors").is_file():
+        raise UserError(f"{checkpoint} has no model.safetensors: delete {checkpoint}")
     return checkpoint
 
 

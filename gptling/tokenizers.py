@@ -171,9 +171,11 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
 
 
 def has_merges(tokenizer: tiktoken.Encoding) -> bool:
-    """Whether a tokenizer is a BPE: neither characters nor bytes, nor a class of your own."""
-    is_ours = type(tokenizer) is tiktoken.Encoding and has_all_bytes(tokenizer)
-    return is_ours and tokenizer._pat_str != ANY_CHARACTER
+    """Whether a tokenizer is a BPE of all bytes: neither characters, nor bytes alone, nor a class
+    of your own."""
+    if type(tokenizer) is not tiktoken.Encoding or tokenizer._pat_str == ANY_CHARACTER:
+        return False
+    return has_all_bytes(tokenizer)
 
 
 def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=()) -> np.ndarray:
@@ -214,9 +216,10 @@ def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
     # text that is a token is that token: ignore_merges.
     merges = []
     for token in sorted(ranks, key=ranks.get):
+        letters = to_letters(token)
         for i in range(1, len(token)):
             if token[:i] in ranks and token[i:] in ranks:
-                merges.append((to_letters(token[:i]), to_letters(token[i:])))
+                merges.append((letters[:i], letters[i:]))
     stored = Tokenizer(models.BPE(vocab | special, merges, ignore_merges=True))
     # Hugging Face's engine would repeat {1,3}+, which is possessive for tiktoken: nothing follows.
     pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", tokenizer._pat_str)

@@ -136,6 +136,12 @@ def results(model, idx, targets):
     return parts, torch.autograd.grad(objective, parameters, materialize_grads=True)
 
 
+def check(model):
+    """As train.py's start does."""
+    batches = [2 * (torch.randint(97, (1, 16)),)]
+    check_loss(model, SimpleNamespace(batch=lambda *_: batches), None, None)
+
+
 # ---------------------------------------------------------------------------- training
 
 
@@ -145,8 +151,7 @@ def test_checks_and_recomputed_blocks_change_no_loss_and_no_gradient(name, capsy
     plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
     assert set(plain[0]) == {"loss", *HACKS[name].terms}
     model.train()
-    batches = [2 * (torch.randint(97, (1, 16)),)]
-    check_loss(model, SimpleNamespace(batch=lambda *_: batches), None, None)
+    check(model)
     assert not capsys.readouterr().out
     torch.testing.assert_close(results(model, idx, targets), plain)
     recompute_activations(model)
@@ -184,8 +189,7 @@ def test_a_buffer_that_forward_changes_is_changed_by_training_alone():
     count = "self.steps.add_(1)\n        return self.ln_f(x)"
     module = edited_module((INIT, buffer + INIT), ("return self.ln_f(x)", count))
     model = random_model(module).train()
-    batches = [2 * (torch.randint(97, (1, 16)),)]
-    check_loss(model, SimpleNamespace(batch=lambda *_: batches), None, None)
+    check(model)
     assert not model.steps
 
 
