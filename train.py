@@ -219,8 +219,6 @@ def main():
         return loss.print_evaluation(source, data, **metrics)
     if not processes.sharded:
         loss.check_loss(model, data, config, processes)
-    if device != "cpu" and not processes.sharded:
-        loss.compare_with_cpu(model, device)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     # What changes while training, besides weights and optimizers. It is saved, and resumed: objects
     # with state_dict() and load_state_dict(), of plain values and tensors.

@@ -59,32 +59,6 @@ def check_loss(model: torch.nn.Module, data, config, processes):
         print("warning: the loss is not a mean over its targets: mask targets in train.py's loop")
 
 
-def loss_and_norm(model: torch.nn.Module) -> torch.Tensor:
-    """The loss of at most eight tokens, and the norm of its gradient, (2,), on the CPU. Sets the
-    random seed."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    n = min(8, model.config.block_size)
-    ids = torch.arange(n, device=parameters[0].device) % model.config.vocab_size
-    idx = ids[None]
-    loss, _ = objective_and_parts(copy_of(model)(idx, idx))
-    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return torch.stack([loss.detach(), norm]).cpu()
-
-
-def compare_with_cpu(model: torch.nn.Module, device: str):
-    """Print a line if a model's loss or gradient on its device is not that on a CPU. Matmuls in
-    TF32 may change them by less than 1 %."""
-    model.eval()  # devices draw different dropout
-    here = loss_and_norm(model)
-    there = loss_and_norm(copy.deepcopy(model).cpu())
-    model.train()
-    if not torch.allclose(here, there, rtol=0.01):
-        numbers = "{:.4g} and {:.4g} on {}, {:.4g} and {:.4g} on a CPU"
-        numbers = numbers.format(*here, device, *there)
-        print(f"loss and gradient norm are {numbers}: use --device=cpu")
-
-
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Of what GPT.forward returns with targets: what training minimises, and the parts whose
     sum it is: "loss", and what a changed model adds to it, a dict of scalars."""

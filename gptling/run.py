@@ -1,7 +1,6 @@
 """A run's directory, out/NAME: checkpoint-N/, each whole or not at all, log.jsonl, config.toml."""
 
 import hashlib
-import io
 import json
 import math
 import pickle
@@ -9,7 +8,7 @@ import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass, fields
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,6 @@ FORMAT = 6  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "out_dir"}
 START_FLAGS |= {"allow_changed_model", "vocab_size"}
-NOT_TRAINED = (
-    "warning: the weights in this checkpoint are not those of the last step, but a resumed run "
-    "would train them: swap averaged weights back before save()"
-)
-print_once = cache(print)
 
 
 @dataclass
@@ -90,13 +84,12 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def check_loadable(state: dict[str, Any]):
-    """Raise UserError for a training state that torch.load would refuse."""
-    file = io.BytesIO()
-    torch.save(tree_map_only(torch.Tensor, lambda _: 0, state), file)
-    file.seek(0)
+def save_training_state(state: dict[str, Any], file: Path):
+    """Write training_state.pt. Raises UserError if torch.load would refuse it."""
+    with file.open("wb") as opened:
+        torch.save(state, opened)
     try:
-        torch.load(file, weights_only=True)
+        torch.load(file, weights_only=True, mmap=True)  # which reads no tensor
     except pickle.UnpicklingError as error:
         culprit = re.search(r"GLOBAL (\S+)|$", str(error))[1] or error
         remedy = "use numbers, strings, lists, dicts and tensors alone"
@@ -187,8 +180,6 @@ class RunDirectory:
         self.code = {name: hashlib.sha256(text).hexdigest() for name, text in self.sources}
         self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
-        self.trained = None  # sums of weights after the last step
-        optimizers[0].register_step_post_hook(self.remember)
         if not state:
             return Progress()
         if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
@@ -204,11 +195,6 @@ class RunDirectory:
             elif before:  # a GradScaler's is empty for another dtype
                 thing.load_state_dict({k: like(value, now.get(k)) for k, value in before.items()})
         return state["progress"]
-
-    def remember(self, optimizer, *_):
-        """Keep what the weights are after a step, to notice if others are saved."""
-        weights = optimizer.param_groups[0]["params"]
-        self.trained = weights, [local(weight).sum() for weight in weights]
 
     def start(self, config: Any, step: int):
         """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
@@ -253,11 +239,6 @@ class RunDirectory:
         All processes call it and the first one writes."""
         if not (self.processes.is_main or self.processes.sharded):
             return
-        mine = set(model.parameters())
-        weights, sums = self.trained or ((), ())
-        for weight, trained in zip(weights, sums, strict=True):
-            if weight not in mine or not torch.equal(local(weight).sum(), trained):
-                print_once(NOT_TRAINED)
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
         state |= {"data": data.fingerprint, "code": self.code}
         state["optimizers"] = [full_state(optimizer, model) for optimizer in optimizers]
@@ -266,11 +247,9 @@ class RunDirectory:
         state["settings"] = list(zip(self.settings, now, strict=True))  # at the start, and now
         if not self.processes.is_main:
             return
-        check_loadable(state)
         with new_directory(self.path / f"checkpoint-{metrics['step']}") as new:
             reason = save(full_model, new, data.tokenizer_json)
-            with (new / "training_state.pt").open("wb") as file:
-                torch.save(state, file)
+            save_training_state(state, new / "training_state.pt")
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
             for name, text in self.sources:  # another model.py does not load the checkpoint
                 (new / name).write_bytes(text)
@@ -281,12 +260,6 @@ class RunDirectory:
         for path in set(checkpoints[: -config.keep_last]) - {best_checkpoint(self.path)}:
             # Hidden first: a crash leaves no half of a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")))
-
-
-def local(weight: torch.Tensor) -> torch.Tensor:
-    """This process's part of a weight, without a gradient."""
-    weight = weight.detach()
-    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def unsharded(state: Any) -> Any:

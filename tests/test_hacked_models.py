@@ -22,7 +22,7 @@ from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
 from gptling.loss import check_loss, objective_and_parts
 from gptling.processes import recompute_activations
-from gptling.run import load_training_state, print_once
+from gptling.run import load_training_state
 from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests import try_model
@@ -455,10 +455,6 @@ SET_UP = "    processes.catch_signals()\n"
 DONE = "        progress.step = done\n"
 AVERAGE = "    average = torch.optim.swa_utils.AveragedModel(model)\n"
 UPDATE = DONE + "        average.update_parameters(model)\n"
-SWAP = ("            for mine, its in zip(model.parameters(), average.module.parameters()):\n"
-        "                now = mine.detach().clone()\n"
-        "                mine.data.copy_(its)\n"
-        "                its.data.copy_(now)\n")  # fmt: skip
 
 
 def resumed_and_not(run, changes, tmp_path, step: int, *flags) -> list[bytes]:
@@ -487,15 +483,6 @@ def test_further_state_is_saved_and_resumed(run, tmp_path):
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     metrics = [json.loads((path / "metrics.json").read_text()) for path in runs]
     assert metrics[0] == metrics[1] and metrics[0]["average_loss"] != metrics[0]["val_loss"]
-
-
-def test_weights_that_did_not_train_are_not_saved_without_a_word(run):
-    """An average that is swapped in before save() and never back, or back after it."""
-    swap_back = "            report.sample(model, data, config.seed + done)\n"
-    natural = (STATE, AVERAGE + STATE), (DONE, UPDATE), (EVALUATE, SWAP + EVALUATE)
-    print_once.cache_clear()
-    said = run((*natural, (swap_back, swap_back + SWAP)), "train", *TRAIN)
-    assert said.count("warning: the weights in this checkpoint are not those of the last step") == 1
 
 
 def test_a_setting_that_the_schedule_changed_is_named_when_it_is_restored(run, tmp_path):
