@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import KVCache, MultiHeadAttention
+from model import MultiHeadAttention
 
 SYSTEMS = [  # causal, context length or None, padding
     (causal, S, padding)
@@ -75,26 +75,12 @@ def test_every_system_equals_the_formula_in_float64(causal, S, padding, n_head, 
     torch.testing.assert_close(ours, weights, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("causal, S, padding", SYSTEMS)
-def test_fused_kernel_and_formula_have_the_same_gradients(causal, S, padding):
-    x, context, mask = example(S, padding)
-    attn = random_attention(6, 8, 9, 2, causal=causal).double()
-    gradients = []
-    for written_out in (False, True):
-        inputs = [t.double().requires_grad_() for t in (x, context) if t is not None]
-        attn.zero_grad()
-        if written_out:
-            weights = attn.attention_weights(*inputs, padding_mask=mask)
-            v = inputs[-1] @ attn.c_attn.weight[16:].T
-            v = v.view(3, -1, 2, 4).transpose(1, 2)
-            y = attn.c_proj((weights @ v).transpose(1, 2).reshape(3, 7, 8))
-        else:
-            y = attn(*inputs, padding_mask=mask)
-        y.pow(2).sum().backward()
-        gradients.append([t.grad.clone() for t in [*inputs, *attn.parameters()]])
-    assert all(torch.isfinite(gradient).all() for gradient in gradients[0])
-    for fused, written in zip(*gradients, strict=True):
-        torch.testing.assert_close(fused, written)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_query_without_any_key_has_finite_gradients(causal):
+    x, _, mask = example(None, True)
+    attn = random_attention(6, 8, 9, 2, causal=causal)
+    attn(x, padding_mask=mask).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in attn.parameters())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -149,87 +135,3 @@ def test_mask_is_a_buffer_outside_the_state_dict():
     assert dict(attn.named_buffers())["causal_mask"].dtype == torch.bool
     assert torch.equal(attn.causal_mask, torch.ones(5, 5, dtype=torch.bool).tril())
     assert set(attn.state_dict()) == {"c_attn.weight", "c_proj.weight", "c_proj.bias"}
-
-
-def test_hidden_keys_do_not_matter_and_padded_queries_get_zeros():
-    x, _, mask = example(None, True)
-    attn = random_attention(6, 8, 7, 2, proj_bias=False)
-    changed = torch.where(mask[..., None], x, x + 100)
-    y, z = attn(x, padding_mask=mask), attn(changed, padding_mask=mask)
-    torch.testing.assert_close(y[mask], z[mask])
-    assert (y[1] == 0).all() and (y[0, :3] == 0).all()
-
-
-def test_a_mask_that_is_not_bool_is_refused():
-    with pytest.raises(RuntimeError, match="bool"):  # Hugging Face's are of integers
-        MultiHeadAttention(6, 8, 7, 2)(torch.randn(1, 7, 6), padding_mask=torch.ones(1, 7).long())
-
-
-def test_a_sequence_longer_than_block_size_is_refused_with_both_lengths():
-    attn, x = MultiHeadAttention(6, 8, 7, 2), torch.randn(1, 8, 6)
-    for call in (lambda: attn(x), lambda: attn.attention_weights(x), lambda: attn(x[:, :3], x)):
-        with pytest.raises(ValueError, match=r"8.*7"):
-            call()
-    cache = KVCache()
-    attn(x[:, :7], cache=cache)
-    with pytest.raises(ValueError, match=r"8.*7"):
-        attn(x[:, 7:], cache=cache)
-
-
-def test_width_must_be_divisible_by_heads():
-    with pytest.raises(ValueError, match=r"d_out=8.*n_head=3"):
-        MultiHeadAttention(6, 8, 7, 3)
-
-
-# ---------------------------------------------------------------- cache
-
-
-@pytest.mark.parametrize("chunks", [[1] * 7, [3, 4], [4, 1, 2], [7]])
-@pytest.mark.parametrize("causal, padding", [(True, False), (True, True)])
-def test_cached_chunks_equal_the_whole_sequence(chunks, causal, padding):
-    x, _, mask = example(None, padding)
-    attn = random_attention(6, 8, 7, 2, causal=causal)
-    cache, outputs, S = KVCache(), [], 0
-    with torch.no_grad():
-        for T in chunks:
-            S += T
-            part = None if mask is None else mask[:, :S]
-            outputs.append(attn(x[:, S - T : S], padding_mask=part, cache=cache))
-        torch.testing.assert_close(torch.cat(outputs, dim=1), attn(x, padding_mask=mask))
-        assert cache.length == 7
-
-
-def test_values_may_be_wider_than_keys():
-    cache, k, v = KVCache(), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 6)
-    for start in (0, 5):
-        new = slice(start, start + 5)
-        cached = cache.append(k[:, :, new], v[:, :, new], block_size=9)
-    assert torch.equal(cached[0], k) and torch.equal(cached[1], v)
-
-
-# ---------------------------------------------------------------- numbers of a tutorial
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=6e-5)
-
-
-def attention_of(q, k, v, **options):
-    """The module with these projections (rows of W) and the identity behind."""
-    d_out, d_in = v.shape
-    attn = MultiHeadAttention(d_in, d_out, 6, 1, proj_bias=False, **options)
-    attn.c_attn.weight.data = torch.cat([q, k, v])
-    attn.c_proj.weight.data = torch.eye(d_out)
-    return attn
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_numbers_of_masking(causal):
-    scores = torch.tensor([[7.0, -8, 6], [-3, 2, 4], [1, 6, -2]])
-    # Tokens are one-hot: the query of token t is row t of the scores, its key is itself.
-    attn = attention_of(math.sqrt(3) * scores.T, torch.eye(3), torch.eye(3), causal=causal)
-    mask = None if causal else torch.tensor([[True, True, False]])
-    last = [0.0067, 0.9930, 0.0003] if causal else [0.0067, 0.9933, 0]
-    expected = [[1.0, 0, 0], [0.0067, 0.9933, 0], last]
-    close(attn.attention_weights(torch.eye(3)[None], padding_mask=mask)[0, 0], expected)
-    close(attn(torch.eye(3)[None], padding_mask=mask)[0], expected)
