@@ -229,21 +229,12 @@ def test_a_run_makes_exactly_max_iters_steps_and_checkpoints(trained):
     assert {"loss", "lr", "norm", "ms", "tokens_per_s"} <= set(log[0])
 
 
-def test_accumulation_logs_the_loss_and_norm_of_the_whole_batch_and_no_clipping_changes_nothing(
-    here, train_here
-):
-    """--grad_clip=0 is what a huge one is; a speed counts all micro-batches."""
-    logs = []
-    for batch, steps, clip in ((8, 1, 0), (2, 4, 0), (8, 1, 1e9)):
-        flags = ["--max_iters=5", "--log_interval=1", f"--grad_clip={clip}", "--overwrite"]
-        flags += [f"--batch_size={batch}", f"--gradient_accumulation_steps={steps}"]
-        logs.append([entry for entry in train(*flags, cwd=here) if "loss" in entry])
-    for log in logs:
-        assert [e["loss"] for e in log] == pytest.approx([e["loss"] for e in logs[0]], abs=2e-4)
-        assert [e["norm"] for e in log] == pytest.approx([e["norm"] for e in logs[0]], rel=2e-3)
-        for entry in log:
-            assert entry["tokens_per_s"] * entry["ms"] / 1000 == pytest.approx(8 * 16, rel=1e-6)
-    assert len(logs[0]) == 5 and logs[0][-1]["loss"] < logs[0][0]["loss"]
+def test_a_grad_clip_of_0_is_none(here, train_here):
+    logs, flags = [], ["--max_iters=3", "--log_interval=1", "--overwrite"]
+    for clip in (0, 1e9):
+        log = train(*flags, f"--grad_clip={clip}", cwd=here)
+        logs.append([(entry["loss"], entry["norm"]) for entry in log if "loss" in entry])
+    assert logs[0] == logs[1]
 
 
 def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
