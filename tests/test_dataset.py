@@ -82,9 +82,9 @@ def test_a_batch_is_a_function_of_seed_and_step():
 
 
 def test_a_step_has_the_same_sequences_however_it_is_cut():
-    shards, whole = [np.arange(50_000)], small(block_size=16, batch_size=16)
-    for n, processes, step in itertools.product((1, 2, 4, 16), (1, 2, 4), (0, 7, 300)):
-        config = small(block_size=16, batch_size=16 // n, gradient_accumulation_steps=n)
+    shards, whole = [np.arange(50_000)], small(block_size=16, batch_size=12)
+    for n, processes, step in itertools.product((1, 3, 6, 12), (1, 2, 4), (0, 7, 300)):
+        config = small(block_size=16, batch_size=12 // n, gradient_accumulation_steps=n)
         places = itertools.product(range(micro_batches(config, processes)[1]), range(processes))
         parts = [get_sequences(shards, config, step, m, rank, processes) for m, rank in places]
         assert torch.equal(torch.cat(parts), get_sequences(shards, whole, step))
@@ -112,19 +112,6 @@ def test_shards_are_in_the_order_of_their_names_whatever_the_file_system_says(he
     assert [len(shard) for shard in data.train] == [50, 51, 52]
     assert data.n_tokens == 153 and data.longest == 51
     assert all(isinstance(shard, np.memmap) for shard in data.train), "opened unread"
-
-
-def test_some_sequences_judge_as_the_whole_split_does(here):
-    """Text that is easy at first and hard later: the first tokens alone would be another text."""
-    write_data("mine", [1] * 50, np.zeros(3_500_000))
-    data = Dataset("mine", 16, 40)
-    assert data.val_targets == data.val_bytes == 48 and data.val_starts[-1] > 2_000_000
-    for n_tokens, T, eval_tokens in ((100_001, 10, 990), (57, 8, 31), (57, 8, 56), (2, 8, 5)):
-        data.val, data.block_size = np.zeros(n_tokens, dtype=np.uint16), T
-        data.validate_on(eval_tokens)
-        starts = data.val_starts
-        assert len(set(starts)) == len(starts) and starts.max() < n_tokens - 1
-        assert abs(starts.mean() - (n_tokens - T) / 2) <= max(T, n_tokens / len(starts))
 
 
 @pytest.mark.parametrize("n_tokens", [18, 64, 65, 66, 200])
