@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-import torch.nn.functional as F
 
 from gptling.cli import UserError
-from gptling.explain import RecordAttention, explain, visible, write_page
+from gptling.explain import explain, visible, write_page
 from gptling.gpt2_format import save
 from gptling.pretrained import load_model
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
@@ -102,30 +101,6 @@ def test_page_holds_the_attention_and_the_probabilities_of_the_model(explained):
         assert [p for _, p, _ in shown] == pytest.approx(likeliest.values[:10].tolist(), abs=1e-6)
         assert likeliest.indices[rank - 1] == ids[t]
         assert [same for *_, same in shown] == [i == rank - 1 for i in range(10)]
-
-
-BOOLEAN = torch.ones(5, 5, dtype=torch.bool).tril(-1)  # the first query has no key
-FLOATS = torch.linspace(-2, 1, 100).view(1, 4, 5, 5)
-
-
-@pytest.mark.parametrize(
-    "options, mask",
-    [
-        ({"is_causal": True, "enable_gqa": True, "dropout_p": 0.5}, torch.ones(5, 5).tril().log()),
-        ({"attn_mask": BOOLEAN.expand(1, 4, 5, 5)}, BOOLEAN.float().log()),
-        ({"attn_mask": FLOATS, "scale": 0.8}, FLOATS),
-    ],
-)
-def test_weights_are_softmax_of_the_scores_that_the_kernel_is_told(options, mask):
-    """In float64, before dropout, for values of another width; 0 for a query without any key."""
-    torch.manual_seed(0)
-    nh = 2 if "enable_gqa" in options else 4
-    q, k, v = torch.randn(1, 4, 5, 3), torch.randn(1, nh, 5, 3), torch.randn(1, nh, 5, 7)
-    with RecordAttention() as attention:
-        F.scaled_dot_product_attention(query=q, key=k, value=v, **options)
-    keys = k.double().repeat_interleave(4 // nh, dim=1)
-    scores = q.double() @ keys.mT * options.get("scale", 3**-0.5) + mask
-    torch.testing.assert_close(attention.weights[0].double(), scores.softmax(-1).nan_to_num()[0])
 
 
 KERNEL = "        y = self.attend(q, k, v, **options, dropout_p=dropout_p)  # (B, nh, T, hs)\n"
