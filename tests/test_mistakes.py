@@ -119,6 +119,7 @@ MISTAKES = [
     ("sample.py out/mine --prompts=latin.txt", "0xe9", "utf-8"),
     ("sample.py out/mine --temperature=-1", "--temperature=-1", 2),
     ("sample.py out/mine --top_p=0", "top_p=0", 2),
+    ("sample.py out/mine --min_p=2", "min_p=2", 2),
     ("sample.py out/mine --num_samples=0", "--num_samples=0", 2),
     ("sample.py out/mine --prompt=a --interactive", "--prompt", "--interactive", 2),
     ("sample.py out/mine --explain=a.html --interactive", "--explain", "--interactive", 2),
