@@ -9,7 +9,6 @@ import tomllib
 from collections import deque
 from dataclasses import asdict, fields, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,7 +104,9 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
 def test_auto_resume_begins_without_a_checkpoint_and_continues_with_one(trained, finished):
     """What a crash has left after the newest checkpoint is done again, and nothing is planned."""
     run = finished / "out" / "mine"
-    shutil.rmtree(run / "checkpoint-20")
+    (run / "checkpoint-20/metrics.json").unlink()
+    (run / "checkpoint-30").write_text("a file")
+    shutil.copytree(run / "checkpoint-10", run / "checkpoint-best")
     (run / ".checkpoint-19.writing").mkdir()
     with (run / "log.jsonl").open("a") as log:
         log.write('{"step": 20, "lo')
@@ -116,19 +117,6 @@ def test_auto_resume_begins_without_a_checkpoint_and_continues_with_one(trained,
     output = output_of("train.py", *flags, "--out_dir=out/new", cwd=finished)
     assert "from step" not in output and "saved in out/new," in output
     assert_equal_runs(trained / "out" / "mine", finished / "out" / "new", 20)
-
-
-def test_what_is_no_checkpoint_is_ignored_and_half_a_line_of_the_log_is_removed(trained, finished):
-    run = finished / "out/mine"
-    (run / "checkpoint-20/metrics.json").unlink()
-    (run / "checkpoint-30").write_text("a file")
-    shutil.copytree(run / "checkpoint-10", run / "checkpoint-best")
-    with (run / "log.jsonl").open("a") as log:
-        log.write('{"step": 1')
-    assert "from step 10" in output_of("train.py", *RESUME, cwd=finished)
-    assert_equal_runs(trained / "out/mine", run, 20)
-    (run / "config.toml").write_text("a = ")
-    assert output_of("sample.py", "out/mine", "--max_new_tokens=0", cwd=finished) == "\n"
 
 
 def test_evaluation_logging_and_checkpoints_change_no_weight(here):
@@ -151,21 +139,6 @@ def saver(directory):
     return lambda metrics: run.save(metrics, model, model, *rest)
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_others(tmp_path, monkeypatch):
-    save = saver(tmp_path)
-    save({"step": 1, "val_loss": 1})
-    (tmp_path / "config.toml").unlink()
-    before = contents(tmp_path)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("torch.save", full)
-    with pytest.raises(OSError, match="No space left"):
-        save({"step": 2, "val_loss": 1})
-    assert contents(tmp_path) == before and list(tmp_path.iterdir()) == [tmp_path / "checkpoint-1"]
-
-
 def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
     """The newest of equal ones. Another is hidden before its files go."""
 
@@ -181,14 +154,6 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
     save({"step": 25})
     assert [path.name[11:] for path in list_checkpoints(tmp_path)] == ["15", "25"]
     assert runs.best_checkpoint(tmp_path).name == "checkpoint-15"
-
-
-def test_a_reason_why_checkpoints_are_no_gpt2s_is_printed_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(runs, "save", lambda *_: "no biases")
-    save = saver(tmp_path)
-    for step in range(3):
-        save({"step": step, "val_loss": 1.0})
-    assert capsys.readouterr().out.count("no biases") == 1
 
 
 def test_a_training_state_of_another_format_is_refused(tmp_path):
@@ -225,17 +190,6 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
     assert read_log(finished / "out/mine")[-1]["step"] == 25
     settings = load_training_state(finished / "out/mine/checkpoint-25")["settings"]
     assert [group["weight_decay"] for _, last in settings for group in last] == [0.3, 0.0, 0.3]
-
-
-@pytest.mark.parametrize(
-    "flag, value",
-    [(name, 99) for name in ("bias", "block_size", "seed", "vocab_multiple")]
-    + [("optimizer", "adamw"), ("init_from", "out/other")],
-)
-def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
-    saved = asdict(small())
-    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; give"):
-        resumed_config(small(), saved, {flag: value}, FIXED)
 
 
 def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):
@@ -359,9 +313,9 @@ def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
     assert_equal(*ends)
 
 
-@pytest.mark.parametrize("value", [np.float64(0.5), deque([1]), Path("a"), print], ids=repr)
+@pytest.mark.parametrize("name, value", [("numpy", np.float64(0.5)), ("deque", deque([1]))])
 def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(
-    here, monkeypatch, train_here, value
+    here, monkeypatch, train_here, name, value
 ):
     def step(muon, plain=Muon.step):
         plain(muon)
@@ -370,8 +324,6 @@ def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(
 
     monkeypatch.setattr(Muon, "step", step)
     process = train("--dataset=mine", *TINY, cwd=here)
-    name = type(value).__name__ if value is not print else "print"
-    name = "scalar" if isinstance(value, np.float64) else name  # NumPy's function
     one_line(process, name, "use numbers, strings, lists, dicts and tensors")
     assert not list((here / "out/mine").glob("*checkpoint*"))
 
