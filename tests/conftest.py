@@ -177,6 +177,12 @@ def read_log(run):
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
+def contents(directory):
+    """The folders and files in a directory, without locks: taking one may change its time."""
+    paths = (path for path in directory.rglob("*") if path.name != ".lock")
+    return {path.relative_to(directory): path.is_file() and path.read_bytes() for path in paths}
+
+
 def one_line(process, *words):
     """A process has failed with one line on standard error that has these words; returns it."""
     error = process.stderr.decode()

@@ -7,16 +7,13 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from gptling.cli import UserError
 from gptling.files import lock_directory, replace
-from tests.conftest import ROOT, TEXT, TINY, run_here
-
-
-def contents(directory):
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+from tests.conftest import ROOT, TEXT, TINY, contents, run_here
 
 
 def test_a_directory_is_on_the_disk_before_it_has_its_name(here, monkeypatch, train_here):
@@ -54,7 +51,7 @@ def test_a_file_is_replaced_whole_once_it_is_on_the_disk(tmp_path, monkeypatch):
     replace(path, b"first")
     replace(path, b"second")
     assert [set(found.values()) for found in synced] == [{b"first"}, {b"first", b"second"}]
-    assert contents(tmp_path) == {"meta.json": b"second"}
+    assert contents(tmp_path) == {Path("meta.json"): b"second"}
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])

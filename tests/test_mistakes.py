@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gptling.files import lock_directory
-from tests.conftest import ROOT, TEXT, TINY, run_here, run_script
+from tests.conftest import ROOT, TEXT, TINY, contents, run_here, run_script
 
 FILES = {
     "a.txt": TEXT.encode(),
@@ -68,7 +68,6 @@ MISTAKES = [
     ("train.py --learning_rate=nan", "--learning_rate=nan", 2),
     ("train.py --dropout=20", "--dropout=20", "at most 1", 2),
     ("train.py --hold=50", "--hold=50", "at most 1", 2),
-    ("train.py --beta1=90", "--beta1=90", "at most 1", 2),
     ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),
@@ -142,15 +141,6 @@ def world(trained, tmp_path_factory):
     lock = lock_directory(directory / "out" / "busy")
     yield directory
     lock.release()
-
-
-def contents(directory):
-    """When each file was written last, and which folders there are."""
-    found = {}
-    for folder, _, names in os.walk(directory):
-        found[folder] = None
-        found |= {path: os.stat(path).st_mtime_ns for path in (f"{folder}/{n}" for n in names)}
-    return found
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from gptling.run import RunDirectory, list_checkpoints, load_training_state, res
 from model import GPT, GPTConfig
 from tests.conftest import (
     TINY,
+    contents,
     one_line,
     one_process,
     output_of,
@@ -49,12 +50,6 @@ def assert_equal_runs(a, b, step):
     assert_equal(*(state["optimizers"] for state in states))
     progress = [replace(state["progress"], seconds=0.0) for state in states]
     assert progress[0] == progress[1] and states[0]["stateful"] == states[1]["stateful"]
-
-
-def contents(directory):
-    """The files of a run. The lock is none of them: taking it may change its time."""
-    files = (file for file in directory.rglob("*") if file.is_file() and file.name != ".lock")
-    return {file.relative_to(directory): file.read_bytes() for file in files}
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import torch
 
 from gptling.subwords import find_words, split_word, vary_tokens
 from gptling.tokenizers import build_tokenizer
-from tests.conftest import TINY, one_line, output_of, read_log, run_here
-from tests.test_resume import weights
+from tests.conftest import TINY, one_line, output_of, read_log, run_here, weights
 
 WORDS = "the cat sat on the mat, and 12 other cats résumed 你好 the catalogue. "
 TEXT = "\n".join(WORDS + f"{n} bottles hang there" for n in range(300))

@@ -20,6 +20,7 @@ from gptling.tokenizers import build_tokenizer
 from model import GPT, GPTConfig
 from tests.conftest import (
     TINY,
+    contents,
     one_line,
     one_process,
     output_of,
@@ -402,15 +403,9 @@ def test_training_starts_from_a_checkpoint(trained, here):
 # ---------------------------------------------------------------- --eval_only, the quick start
 
 
-def files_below(directory):
-    """Their contents. Locks are not part of a run: taking one may change its time."""
-    files = (file for file in directory.rglob("*") if file.is_file() and file.name != ".lock")
-    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
-
-
 def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     """While another process trains in the folder, too."""
-    run, before = trained / "out" / "mine", files_below(trained)
+    run, before = trained / "out" / "mine", contents(trained)
     with filelock.FileLock(run / ".lock"):
         flags = ["--eval_only", "--init_from=out/mine", "--dataset=mine"]
         output = output_of("train.py", *flags, "--batch_size=4", cwd=trained)  # as TINY has it
@@ -419,7 +414,7 @@ def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     assert f"perplexity {math.exp(best['val_loss']):.4f}" in output
     assert f"{best['bits_per_byte']:.4f} bits per byte" in output
     assert f"checkpoint-{best['step']}, over" in output
-    assert files_below(trained) == before
+    assert contents(trained) == before
 
 
 def test_quick_start_prepares_its_corpus(tmp_path):
