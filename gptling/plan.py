@@ -37,6 +37,7 @@ SHORT_TEXT_PARAMETERS = 2_600_000
 DROPOUT_MEMORISATION = 35
 BPE_DROPOUT_MEMORISATION = 100
 BPE_DROPOUT_EPOCHS = 8
+LONG_RUN_STEPS = 1200  # from which on Muon has more momentum
 EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
 SAVING = 0.4  # seconds of a checkpoint and its sample: this or the next, if that is more
@@ -44,26 +45,28 @@ SAVING_PER_PARAMETER = 1e-7
 
 
 def fill_in(config, values: dict):
-    """Set the fields of train.py's configuration that are None to these values, and rates and the
-    warm-up to what fits them. Wide models need lower rates, trained ones (init_from) a tenth."""
+    """Set the fields of train.py's configuration that are None to these values, and what follows
+    from them: wide models need lower rates, trained ones (init_from) a tenth."""
 
     def set_missing(**defaults):
         given = {name: value for name, value in vars(config).items() if value is not None}
         vars(config).update(defaults | given)
 
     set_missing(**values)
-    width = config.n_embd
-    rate = 0.01 * min(1, 192 / width)
-    if config.optimizer == "adamw":
-        rate = 0.001 * math.sqrt(256 / width)
+    rate, muon_rate = peak_rates(config.n_embd, config.optimizer)
     tenth = 1 if config.init_from == "scratch" else 10
-    set_missing(learning_rate=rate / tenth, muon_lr=muon_rate(width) / tenth)
+    set_missing(learning_rate=rate / tenth, muon_lr=muon_rate / tenth)
     set_missing(min_lr=config.learning_rate / 100, warmup_iters=math.ceil(config.max_iters / 50))
+    long = config.max_iters >= LONG_RUN_STEPS
+    set_missing(muon_momentum=0.95 if long else 0.9, muon_decay=config.weight_decay)
 
 
-def muon_rate(width: int) -> float:
-    """Return Muon's peak rate for a model of this width."""
-    return 0.05 * min(1, math.sqrt(128 / width))
+def peak_rates(width: int, optimizer: str) -> tuple[float, float]:
+    """Return AdamW's and Muon's peak rates for a model of this width."""
+    rate = 0.01 * min(1, 192 / width)
+    if optimizer == "adamw":
+        rate = 0.001 * math.sqrt(256 / width)
+    return rate, 0.05 * min(1, math.sqrt(128 / width))
 
 
 def eval_part(fields: dict) -> int:
@@ -187,7 +190,10 @@ class Planner:
         fields = defaults | fields
         if "batch_size" not in fields:
             self.set_batch(fields, max(1024, 9.3 * counted**0.383))
-        return fields | self.regularisation(fields, tokens) | self.fixed
+        fields |= self.regularisation(fields, tokens)
+        if "weight_decay" not in self.fixed:
+            fields |= self.decays(fields, tokens)
+        return fields | self.fixed
 
     def regularisation(self, fields: dict, tokens: float) -> dict:
         """Return what keeps a model that sees so many tokens from memorising the text. How well it
@@ -200,17 +206,23 @@ class Planner:
                 bpe_dropout = 0.05
             if memorisation >= 10 * BPE_DROPOUT_MEMORISATION:
                 bpe_dropout = 0.1
-        decay = 0.1
-        if self.config.init_from == "scratch":
-            memory = max(0.8, 8 / epochs)  # epochs in which the weights forget a text
-            steps = memory * self.train_tokens / tokens_per_step(fields)
-            rate = fields.get("muon_lr") or muon_rate(fields["n_embd"])
-            decay = 1 / (steps * rate)
         return {
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
             "bpe_dropout": bpe_dropout,
-            "weight_decay": round(min(max(decay, 0.1), 0.8), 2),
         }
+
+    def decays(self, fields: dict, tokens: float) -> dict:
+        """Return the weight decays with which all matrices forget a text in 0.8 epochs, or in
+        8 / epochs if the run is short: each step takes the same share of them."""
+        if self.config.init_from != "scratch":
+            return {"weight_decay": 0.1}
+        rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
+        epochs = tokens / self.train_tokens
+        steps = max(0.8, 8 / epochs) * self.train_tokens / tokens_per_step(fields)
+        share = min(1 / steps, 0.8 * muon_rate)
+        decays = {"weight_decay": share / (fields.get("learning_rate") or rate)}
+        decays["muon_decay"] = share / (fields.get("muon_lr") or muon_rate)
+        return {name: max(0.1, round(decay, 2)) for name, decay in decays.items()}
 
     def set_batch(self, fields: dict, tokens: float):
         """Set batch_size for steps of about so many tokens, and accumulate if it is too large:
@@ -318,12 +330,14 @@ def plan_run(config, longest: float, set_up, processes):
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())
     start = f"plan for {config.minutes:g} min: "
-    muon = f", muon_lr {config.muon_lr:.3g}" if config.optimizer == "muon" else ""
-    varied = f", bpe_dropout {config.bpe_dropout:g}" if config.bpe_dropout else ""
+    names = ["learning_rate", "weight_decay"]
+    if config.optimizer == "muon":
+        names += ["muon_lr", "muon_decay"]
+    rates = ", ".join(f"{name} {getattr(config, name):.3g}" for name in names)
     print(
         f"{start}{config.n_layer} layers of {config.n_embd}, {config.max_iters:,} steps, "
-        f"dropout {config.dropout:g}, weight_decay {config.weight_decay:.3g},\n"
-        f"{' ' * len(start)}learning_rate {config.learning_rate:.3g}{muon}{varied}"
+        f"dropout {config.dropout:g}, bpe_dropout {config.bpe_dropout:g},\n"
+        f"{' ' * len(start)}{rates}"
     )
     if planner.busy:
         print("The machine is busy with other programs: this plan is small.")
