@@ -54,24 +54,21 @@ def test_a_file_is_replaced_whole_once_it_is_on_the_disk(tmp_path, monkeypatch):
     assert contents(tmp_path) == {Path("meta.json"): b"second"}
 
 
-@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(
-    here, monkeypatch, train_here, error
-):
+def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(here, monkeypatch, train_here):
     """Files are synced, or the run ends."""
     kinds, fsync = {stat.S_ISDIR}, os.fsync
 
     def fail(descriptor):
         mode = os.fstat(descriptor).st_mode
         if any(is_kind(mode) for is_kind in kinds):
-            raise OSError(error, os.strerror(error))
+            raise OSError(errno.EINVAL, "Invalid argument")
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fail)
     assert run_here("train.py", "--dataset=mine", *TINY, cwd=here).returncode == 0
     assert (here / "out/mine/checkpoint-20/metrics.json").is_file()
     kinds.add(stat.S_ISREG)
-    with pytest.raises(OSError, match=os.strerror(error)):
+    with pytest.raises(OSError, match="Invalid argument"):
         replace(here / "a", b"")
 
 

@@ -364,7 +364,6 @@ def run(trained, tmp_path, train_here, monkeypatch):
         name = getattr(scripts, script).__name__
         process = run_here(f"{name}.py", *flags, cwd=tmp_path)
         assert process.returncode == code, process.stderr.decode()
-        gc.unfreeze()
         gc.collect()  # what an error keeps, such as the lock of the directory
         return (process.stderr if code else process.stdout).decode()
 
@@ -378,7 +377,7 @@ RESUME = ["--out_dir=out/mine", "--resume"]
 RUNS = [name for name in HACKS if "erf" not in name]  # which is too near after 6 steps
 
 
-@pytest.mark.parametrize("name", some(RUNS, ("moe", "gate", "z-loss")))
+@pytest.mark.parametrize("name", some(RUNS, ("gate", "z-loss")))
 def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     hack = HACKS[name]
     flags = [*TRAIN, *(f"--{field}={value}" for field, value in hack.sizes.items())]
@@ -428,24 +427,17 @@ def test_targets_that_forward_masks_are_reported_at_the_start(mask, run):
     assert "the loss is not a mean over its targets: mask targets in train.py's loop" in said
 
 
-FOCAL = ("        return F.cross_entropy(logits, targets, ignore_index=-100, reduction=\"none\")",
-         "        ce = F.cross_entropy(logits, targets, ignore_index=-100, reduction=\"none\")\n"
-         "        return (1 - (-ce).exp()) ** 2 * ce")  # fmt: skip
-TERM = LOSS, f"{LOSS} + 1e-3 * x.square().mean()"
-UNGUARDED = {"focal loss": FOCAL, "term": TERM}
-
-
-@pytest.mark.parametrize("name", UNGUARDED)
-def test_a_validation_loss_that_is_no_cross_entropy_is_reported(name, run, tmp_path):
+def test_a_validation_loss_that_is_no_cross_entropy_is_reported(run, tmp_path):
     """At the start, at each evaluation, in the log, and by --eval_only."""
-    said = run((UNGUARDED[name],), "train", *TRAIN)
+    term = LOSS, f"{LOSS} + 1e-3 * x.square().mean()"
+    said = run((term,), "train", *TRAIN)
     warning = "warning: in eval mode the loss is not the cross-entropy of the logits"
     assert said.count(warning) == 1
     assert said.count("bits per byte (best), but not the cross-entropy of the logits") == 2
     evaluated = [e for e in read_log(tmp_path / "out" / "mine") if "val_loss" in e]
     assert [e["is_cross_entropy"] for e in evaluated] == [False, False]
     flags = "--dataset=mine", "--eval_only", "--init_from=out/mine"
-    assert warning in run((UNGUARDED[name],), "train", *flags)
+    assert warning in run((term,), "train", *flags)
 
 
 LOOP = "        batch = data.batch(config, step, processes)"

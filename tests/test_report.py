@@ -61,11 +61,10 @@ def test_a_run_prints_what_it_trains_and_its_evaluations(here):
 
 def test_a_picture_shows_what_the_log_of_a_resumed_run_says(here, monkeypatch):
     pytest.importorskip("matplotlib", reason="loss.png: pip install matplotlib")
-    flags = ["--dataset=mine", *TINY, "--curves=True", "--log_interval=5"]
-    output_of("train.py", *flags, cwd=here)
+    output_of("train.py", "--dataset=mine", *TINY, "--log_interval=5", cwd=here)
     run = here / "out" / "mine"
     shutil.rmtree(run / "checkpoint-20")  # as if it had been killed before
-    resume = ["--out_dir=out/mine", "--resume", "--max_iters=30", "--log_interval=10"]
+    resume = ["--out_dir=out/mine", "--resume", "--max_iters=30", "--log_interval=10", "--curves"]
     output_of("train.py", *resume, cwd=here)
     log = read_log(run)
     seconds = [entry["seconds"] for entry in log]  # since the start, over both sessions

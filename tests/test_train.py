@@ -1,7 +1,9 @@
 """train.py: its helpers against their definitions, and whole runs as a user makes them."""
 
+import json
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import filelock
@@ -417,9 +419,13 @@ def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     assert contents(trained) == before
 
 
-def test_quick_start_prepares_its_corpus(tmp_path):
-    output = output_of("train.py", *TINY, "--max_iters=2", cwd=tmp_path)
-    assert "data/quickstart" in output.replace("\\", "/")
+def test_quick_start_prepares_its_corpus(tmp_path, train_here, monkeypatch):
+    """A package of Python's library stands for all of it."""
+    library = SimpleNamespace(get_path=lambda _: json.__path__[0])
+    monkeypatch.setattr("gptling.corpus.sysconfig", library)
+    process = run_here("train.py", *TINY, "--max_iters=2", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr.decode()
+    assert b"data/quickstart" in process.stdout.replace(b"\\", b"/")
     assert (tmp_path / "out" / "quickstart" / "checkpoint-2").is_dir()
     text = output_of("sample.py", "--max_new_tokens=20", cwd=tmp_path)
     assert len(text) > 5
