@@ -114,20 +114,6 @@ def test_text_ends_before_a_stop_text(trained):
     assert line == whole[: 8 + whole[8:].index("\n")] + "\n"
 
 
-@pytest.mark.slow
-def test_output_is_valid_utf8_whatever_the_locale(tmp_path):
-    model = GPT(GPTConfig(16, 256, 1, 1, 4))
-    for parameter in model.parameters():  # any byte has the same probability
-        torch.nn.init.zeros_(parameter)
-    save(model, tmp_path, tokenizer_to_json(build_tokenizer("byte", end_of_text=False)))
-    arguments = [tmp_path, "--prompt=-", "--top_k=0", "--max_new_tokens=100"]
-    process = run_script("sample.py", *arguments, cwd=tmp_path, stdin="é🙂",
-                         LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    text = process.stdout.decode("utf-8")
-    assert text.startswith("é🙂") and len(text) > 50
-
-
 def test_interactive_mode_completes_one_prompt_after_another(trained):
     """The same prompt gets another text each time; an unknown character ends nothing."""
     stdin = " 12 green\nü\n 12 green\n\n3 green\n"
