@@ -20,7 +20,7 @@ from tests.conftest import ROOT, TINY, output_of, read_log
 from tests.edits import copy_edited
 
 SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "config", "gptling", ".gitignore"]
-FLAGS = ["--dataset=mine", *TINY]
+FLAGS = ["--dataset=mine", *TINY, "--max_iters=10"]
 
 
 def git(*words):
@@ -132,7 +132,7 @@ def test_the_same_code_gives_a_difference_of_exactly_zero(run_compare, monkeypat
     again = shutil.copy(patch, "out/again.patch")  # not applied after the other one; the same runs
     code, printed, trainings = run_compare(patch, again, "--seeds=1", "--", *FLAGS)
     assert code == 0 and [side for side, _ in trainings] == ["working-tree", "same"]
-    for question in ("after 20 steps", "in the time of 20 steps"):
+    for question in ("after 10 steps", "in the time of 10 steps"):
         assert f"same against working-tree {question}: +0.0000 bits per byte" in printed.out
     assert git("status", "--porcelain") == before
     assert "# maths" in Path("out/compare/same/model.py").read_text(encoding="utf-8")
@@ -150,7 +150,7 @@ def test_a_patch_brings_flags_and_tokens_of_its_own(run_compare):
         assert (meta["tokenizer"], meta["characters"]) == (tokenizer, len(text))
         assert log[-1]["val_tokens"] == meta["val"]["tokens"] - 1  # all of the split
         vectors = meta["vocab_size"] + 16 + n_layer * (12 * 16 + 2) + 1  # of 16 numbers each
-        assert f"{side}: {16 * vectors:,} parameters, 20 steps, " in printed.out
+        assert f"{side}: {16 * vectors:,} parameters, 10 steps, " in printed.out
 
 
 def test_patches_apply_in_a_clone_that_asks_for_windows_line_ends(tmp_path, monkeypatch):
@@ -226,8 +226,8 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
     output, sides = train()
     assert sides == ["same", "working-tree", "same", "same"]
     assert train()[1] == []
-    assert "after 20 steps: no difference that 2 seeds can show" in output
-    assert "in the time of 20 steps: the times vary too much to say" in output
+    assert "after 10 steps: no difference that 2 seeds can show" in output
+    assert "in the time of 10 steps: the times vary too much to say" in output
     pytest.importorskip("matplotlib", reason="pip install -e '.[curves]'")
 
     # Everything that a run depends on makes new runs.

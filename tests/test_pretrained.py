@@ -334,7 +334,7 @@ def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(trained, tmp_path)
     """A change of initialisation, batches, schedule or optimizer shows here; if it is meant, the
     figures are made anew. Float32 and one thread, so that processors differ little."""
     shutil.copytree(trained / "data", tmp_path / "data")
-    flags = ["--dataset=mine", *TINY, "--max_iters=50", "--log_interval=10"]
+    flags = ["--dataset=mine", *TINY, "--max_iters=50", "--log_interval=10", "--eval_interval=50"]
     flags += ["--warmup_iters=5", "--muon_lr=0.045"]
     expected = json.loads((ROOT / "tests" / "curves.json").read_text())
     for optimizer in ("adamw", "muon"):
