@@ -71,8 +71,8 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
     muon_lr: Planned[float] = None  # Muon's peak rate in Keller Jordan's convention. Same schedule
     muon_momentum: Planned[Share] = None  # Muon's momentum. Shorter runs prefer a lower value
-    muon_decay: Planned[float] = None  # Muon's weight decay. --weight_decay's if that is given
-    weight_decay: Planned[float] = None  # AdamW's, for matrices. Biases and LayerNorms do not decay
+    weight_decay: Planned[float] = None  # for matrices. Biases and LayerNorms do not decay
+    muon_decay: Planned[float] = None  # Muon's own weight decay. weight_decay is for both without
     beta1: Share = 0.9  # AdamW: decay rate of the moving average of gradients
     beta2: Share = 0.99  # AdamW: decay rate of the moving average of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this. 0 disables clipping
@@ -145,7 +145,8 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
     if muon:
         named = [(name, p) for name, p in model.named_parameters() if p in muon]
         group = {"params": named, "lr_scale": config.muon_lr / (config.learning_rate or 1)}
-        options = {"momentum": config.muon_momentum, "weight_decay": config.muon_decay}
+        decay = config.weight_decay if config.muon_decay is None else config.muon_decay
+        options = {"momentum": config.muon_momentum, "weight_decay": decay}
         muon_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
         optimizers.append(Muon([group], muon_dtype, **options))
     return optimizers

@@ -37,7 +37,7 @@ SHORT_TEXT_PARAMETERS = 2_600_000
 DROPOUT_MEMORISATION = 35
 BPE_DROPOUT_MEMORISATION = 100
 BPE_DROPOUT_EPOCHS = 8
-LONG_RUN_STEPS = 1200  # from which on Muon has more momentum
+LONG_RUN_STEPS = 900  # from which on Muon has more momentum
 EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
 SAVING = 0.4  # seconds of a checkpoint and its sample: this or the next, if that is more
@@ -58,7 +58,7 @@ def fill_in(config, values: dict):
     set_missing(learning_rate=rate / tenth, muon_lr=muon_rate / tenth)
     set_missing(min_lr=config.learning_rate / 100, warmup_iters=math.ceil(config.max_iters / 50))
     long = config.max_iters >= LONG_RUN_STEPS
-    set_missing(muon_momentum=0.95 if long else 0.9, muon_decay=config.weight_decay)
+    set_missing(muon_momentum=0.95 if long else 0.9)
 
 
 def peak_rates(width: int, optimizer: str) -> tuple[float, float]:
@@ -215,7 +215,7 @@ class Planner:
         """Return the weight decays with which all matrices forget a text in 0.8 epochs, or in
         8 / epochs if the run is short: each step takes the same share of them."""
         if self.config.init_from != "scratch":
-            return {"weight_decay": 0.1}
+            return {"weight_decay": 0.1, "muon_decay": 0.1}
         rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
         epochs = tokens / self.train_tokens
         steps = max(0.8, 8 / epochs) * self.train_tokens / tokens_per_step(fields)
@@ -333,7 +333,8 @@ def plan_run(config, longest: float, set_up, processes):
     names = ["learning_rate", "weight_decay"]
     if config.optimizer == "muon":
         names += ["muon_lr", "muon_decay"]
-    rates = ", ".join(f"{name} {getattr(config, name):.3g}" for name in names)
+    given = {name: getattr(config, name) for name in names}
+    rates = ", ".join(f"{name} {value:.3g}" for name, value in given.items() if value is not None)
     print(
         f"{start}{config.n_layer} layers of {config.n_embd}, {config.max_iters:,} steps, "
         f"dropout {config.dropout:g}, bpe_dropout {config.bpe_dropout:g},\n"

@@ -20,7 +20,7 @@ from gptling.files import UserError, lock_directory, new_directory, read_json, r
 from gptling.gpt2_format import save
 from gptling.muon import shard, whole
 
-FORMAT = 7  # of training_state.pt
+FORMAT = 6  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "out_dir"}
 START_FLAGS |= {"allow_changed_model", "vocab_size"}
