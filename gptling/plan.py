@@ -213,16 +213,21 @@ class Planner:
 
     def decays(self, fields: dict, tokens: float) -> dict:
         """Return the weight decays with which all matrices forget a text in 0.8 epochs, or in
-        8 / epochs if the run is short: each step takes the same share of them."""
+        8 / epochs if the run is short."""
         if self.config.init_from != "scratch":
             return {"weight_decay": 0.1, "muon_decay": 0.1}
         rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
+        rates = {
+            "weight_decay": fields.get("learning_rate") or rate,
+            "muon_decay": fields.get("muon_lr") or muon_rate,
+        }
         epochs = tokens / self.train_tokens
         steps = max(0.8, 8 / epochs) * self.train_tokens / tokens_per_step(fields)
-        share = min(1 / steps, 0.8 * muon_rate)
-        decays = {"weight_decay": share / (fields.get("learning_rate") or rate)}
-        decays["muon_decay"] = share / (fields.get("muon_lr") or muon_rate)
-        return {name: max(0.1, round(decay, 2)) for name, decay in decays.items()}
+        decays = {}
+        for name, rate in rates.items():
+            decay = 1 / (steps * rate)
+            decays[name] = round(min(max(decay, 0.1), 0.8), 2)
+        return decays
 
     def set_batch(self, fields: dict, tokens: float):
         """Set batch_size for steps of about so many tokens, and accumulate if it is too large:
