@@ -53,9 +53,9 @@ def fill_in(config, values: dict):
         vars(config).update(defaults | given)
 
     set_missing(**values)
-    rate, muon_rate = peak_rates(config.n_embd, config.optimizer)
+    adamw_rate, muon_rate = peak_rates(config.n_embd, config.optimizer)
     tenth = 1 if config.init_from == "scratch" else 10
-    set_missing(learning_rate=rate / tenth, muon_lr=muon_rate / tenth)
+    set_missing(learning_rate=adamw_rate / tenth, muon_lr=muon_rate / tenth)
     set_missing(min_lr=config.learning_rate / 100, warmup_iters=math.ceil(config.max_iters / 50))
     long = config.max_iters >= LONG_RUN_STEPS
     set_missing(muon_momentum=0.95 if long else 0.9)
@@ -63,10 +63,11 @@ def fill_in(config, values: dict):
 
 def peak_rates(width: int, optimizer: str) -> tuple[float, float]:
     """Return AdamW's and Muon's peak rates for a model of this width."""
-    rate = 0.01 * min(1, 192 / width)
+    adamw_rate = 0.01 * min(1, 192 / width)  # of the embeddings
     if optimizer == "adamw":
-        rate = 0.001 * math.sqrt(256 / width)
-    return rate, 0.05 * min(1, math.sqrt(128 / width))
+        adamw_rate = 0.001 * math.sqrt(256 / width)
+    muon_rate = 0.05 * min(1, math.sqrt(128 / width))
+    return adamw_rate, muon_rate
 
 
 def eval_part(fields: dict) -> int:
@@ -216,9 +217,9 @@ class Planner:
         8 / epochs if the run is short."""
         if self.config.init_from != "scratch":
             return {"weight_decay": 0.1, "muon_decay": 0.1}
-        rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
+        adamw_rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
         rates = {
-            "weight_decay": fields.get("learning_rate") or rate,
+            "weight_decay": fields.get("learning_rate") or adamw_rate,
             "muon_decay": fields.get("muon_lr") or muon_rate,
         }
         epochs = tokens / self.train_tokens
