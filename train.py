@@ -72,7 +72,7 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     muon_lr: Planned[float] = None  # Muon's peak rate in Keller Jordan's convention. Same schedule
     muon_momentum: Planned[Share] = None  # Muon's momentum. Shorter runs prefer a lower value
     weight_decay: Planned[float] = None  # for matrices. Biases and LayerNorms do not decay
-    muon_decay: Planned[float] = None  # Muon's own weight decay. weight_decay is for both without
+    muon_decay: Planned[float] = None  # Muon's weight decay. If it is not set, weight_decay's
     beta1: Share = 0.9  # AdamW: decay rate of the moving average of gradients
     beta2: Share = 0.99  # AdamW: decay rate of the moving average of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this. 0 disables clipping
@@ -109,7 +109,8 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
 # A flag that changes one of these would make it a different run: resuming refuses it.
 FIXED = {"init_from", "optimizer", "seed", "vocab_multiple", "block_size", "bias"}
 
-# The values of planned fields in a run of --max_iters. Its rates follow from the width.
+# The values of planned fields in a run of --max_iters. Rates follow from the width, and Muon's
+# momentum from the steps.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
 SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1, "weight_decay": 0.1}
 SMALL |= {"bpe_dropout": 0.0, "max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
@@ -144,11 +145,11 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
     optimizers = [torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)]
     if muon:
         named = [(name, p) for name, p in model.named_parameters() if p in muon]
-        group = {"params": named, "lr_scale": config.muon_lr / (config.learning_rate or 1)}
         decay = config.weight_decay if config.muon_decay is None else config.muon_decay
-        options = {"momentum": config.muon_momentum, "weight_decay": decay}
+        group = {"params": named, "weight_decay": decay}
+        group["lr_scale"] = config.muon_lr / (config.learning_rate or 1)
         muon_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-        optimizers.append(Muon([group], muon_dtype, **options))
+        optimizers.append(Muon([group], muon_dtype, momentum=config.muon_momentum))
     return optimizers
 
 

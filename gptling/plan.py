@@ -37,7 +37,7 @@ SHORT_TEXT_PARAMETERS = 2_600_000
 DROPOUT_MEMORISATION = 35
 BPE_DROPOUT_MEMORISATION = 100
 BPE_DROPOUT_EPOCHS = 8
-LONG_RUN_STEPS = 900  # from which on Muon has more momentum
+MORE_MOMENTUM_STEPS = 900  # from here on Muon's momentum is 0.95
 EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
 SAVING = 0.4  # seconds of a checkpoint and its sample: this or the next, if that is more
@@ -45,8 +45,9 @@ SAVING_PER_PARAMETER = 1e-7
 
 
 def fill_in(config, values: dict):
-    """Set the fields of train.py's configuration that are None to these values, and what follows
-    from them: wide models need lower rates, trained ones (init_from) a tenth."""
+    """Set the fields of train.py's configuration that are None to these values, and rates, warm-up
+    and momentum to what fits them. Wide models need lower rates, trained ones (init_from) a tenth.
+    """
 
     def set_missing(**defaults):
         given = {name: value for name, value in vars(config).items() if value is not None}
@@ -57,15 +58,15 @@ def fill_in(config, values: dict):
     tenth = 1 if config.init_from == "scratch" else 10
     set_missing(learning_rate=adamw_rate / tenth, muon_lr=muon_rate / tenth)
     set_missing(min_lr=config.learning_rate / 100, warmup_iters=math.ceil(config.max_iters / 50))
-    long = config.max_iters >= LONG_RUN_STEPS
-    set_missing(muon_momentum=0.95 if long else 0.9)
+    set_missing(muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9)
 
 
 def peak_rates(width: int, optimizer: str) -> tuple[float, float]:
     """Return AdamW's and Muon's peak rates for a model of this width."""
-    adamw_rate = 0.01 * min(1, 192 / width)  # of the embeddings
     if optimizer == "adamw":
         adamw_rate = 0.001 * math.sqrt(256 / width)
+    else:
+        adamw_rate = 0.01 * min(1, 192 / width)  # of the embeddings
     muon_rate = 0.05 * min(1, math.sqrt(128 / width))
     return adamw_rate, muon_rate
 
@@ -138,9 +139,12 @@ class Planner:
             fields = fields_in_time(fields)
         if fields != candidate:
             its_step = self.time_step(fields)
-            if its_step < math.inf:
-                return fields | self.schedule(fields, its_step)
-        return candidate | self.schedule(candidate, step)
+            if its_step == math.inf:
+                fields = candidate
+            else:
+                step = its_step
+        fields |= self.schedule(fields, step)
+        return fields | self.decays(fields) | self.fixed
 
     def choose_model(self) -> tuple[dict, float]:
         """Return the fields of the largest model that sees enough tokens, and a step's seconds.
@@ -191,10 +195,7 @@ class Planner:
         fields = defaults | fields
         if "batch_size" not in fields:
             self.set_batch(fields, max(1024, 9.3 * counted**0.383))
-        fields |= self.regularisation(fields, tokens)
-        if "weight_decay" not in self.fixed:
-            fields |= self.decays(fields, tokens)
-        return fields | self.fixed
+        return fields | self.regularisation(fields, tokens) | self.fixed
 
     def regularisation(self, fields: dict, tokens: float) -> dict:
         """Return what keeps a model that sees so many tokens from memorising the text. How well it
@@ -211,24 +212,6 @@ class Planner:
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
             "bpe_dropout": bpe_dropout,
         }
-
-    def decays(self, fields: dict, tokens: float) -> dict:
-        """Return the weight decays with which all matrices forget a text in 0.8 epochs, or in
-        8 / epochs if the run is short."""
-        if self.config.init_from != "scratch":
-            return {"weight_decay": 0.1, "muon_decay": 0.1}
-        adamw_rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
-        rates = {
-            "weight_decay": fields.get("learning_rate") or adamw_rate,
-            "muon_decay": fields.get("muon_lr") or muon_rate,
-        }
-        epochs = tokens / self.train_tokens
-        steps = max(0.8, 8 / epochs) * self.train_tokens / tokens_per_step(fields)
-        decays = {}
-        for name, rate in rates.items():
-            decay = 1 / (steps * rate)
-            decays[name] = round(min(max(decay, 0.1), 0.8), 2)
-        return decays
 
     def set_batch(self, fields: dict, tokens: float):
         """Set batch_size for steps of about so many tokens, and accumulate if it is too large:
@@ -268,6 +251,25 @@ class Planner:
         interval = math.ceil(max_iters / n_evaluations)
         return {"max_iters": max_iters, "eval_interval": interval, "eval_tokens": eval_tokens}
 
+    def decays(self, fields: dict) -> dict:
+        """Return AdamW's and Muon's weight decay for a planned run, 0.1 to 0.8. With them matrices
+        forget a text in 0.8 epochs, or in 8 / epochs below ten. With init_from both are 0.1."""
+        if "weight_decay" in self.fixed:
+            return {}
+        if self.config.init_from != "scratch":
+            return {"weight_decay": 0.1, "muon_decay": 0.1}
+        epochs = fields["max_iters"] * tokens_per_step(fields) / self.train_tokens
+        steps = max(0.8, 8 / epochs) * self.train_tokens / tokens_per_step(fields)
+        adamw_rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
+
+        def decay(rate):
+            return round(min(max(1 / (steps * rate), 0.1), 0.8), 2)
+
+        return {
+            "weight_decay": decay(fields.get("learning_rate") or adamw_rate),
+            "muon_decay": decay(fields.get("muon_lr") or muon_rate),
+        }
+
     def parameters(self, fields: dict) -> int:
         """Return about how many parameters a GPT with these fields has."""
         width = fields["n_embd"]
@@ -298,7 +300,7 @@ class Planner:
     def measure_step(self, fields: dict) -> float:
         """Return the mean seconds of at most 20 steps with these fields, after the first one."""
         candidate = copy.copy(self.config)
-        fill_in(candidate, fields | {"max_iters": 1})
+        fill_in(candidate, fields | {"max_iters": 1, "weight_decay": 0.1})
         batch = self.data.batch(candidate, 0, self.processes)
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
         limit = min(1.5 * self.config.minutes, 3.75)  # seconds: four times are a tenth of all
@@ -335,17 +337,18 @@ def plan_run(config, longest: float, set_up, processes):
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())
+
+    def listed(*names):
+        values = {name: getattr(config, name) for name in names}
+        return ", ".join(f"{name} {v:.3g}" for name, v in values.items() if v is not None)
+
     start = f"plan for {config.minutes:g} min: "
-    names = ["learning_rate", "weight_decay"]
+    size = f"{config.n_layer} layers of {config.n_embd}, {config.max_iters:,} steps, "
+    lines = [size + listed("dropout", "bpe_dropout"), listed("learning_rate", "weight_decay")]
     if config.optimizer == "muon":
-        names += ["muon_lr", "muon_decay"]
-    given = {name: getattr(config, name) for name in names}
-    rates = ", ".join(f"{name} {value:.3g}" for name, value in given.items() if value is not None)
-    print(
-        f"{start}{config.n_layer} layers of {config.n_embd}, {config.max_iters:,} steps, "
-        f"dropout {config.dropout:g}, bpe_dropout {config.bpe_dropout:g},\n"
-        f"{' ' * len(start)}{rates}"
-    )
+        lines.append(listed("muon_lr", "muon_decay", "muon_momentum"))
+    separator = ",\n" + " " * len(start)
+    print(start + separator.join(lines))
     if planner.busy:
         print("The machine is busy with other programs: this plan is small.")
     if planner.overfits:

@@ -89,7 +89,7 @@ def save_training_state(state: dict[str, Any], file: Path):
     with file.open("wb") as opened:
         torch.save(state, opened)
     try:
-        torch.load(file, weights_only=True, mmap=True)  # which reads no tensor
+        torch.load(file, weights_only=True, mmap=True)  # mmap: without the tensors
     except pickle.UnpicklingError as error:
         culprit = re.search(r"GLOBAL (\S+)|$", str(error))[1] or error
         remedy = "use numbers, strings, lists, dicts and tensors alone"

@@ -104,6 +104,7 @@ MISTAKES = [
     ("train.py --out_dir=new --dataset=mine --minutes=0", "--minutes=0", "--max_iters"),
     ("train.py --resume --out_dir=out/mine --max_iters=30 --n_layer=3", "--n_layer=3", "has 2"),
     ("train.py --resume --out_dir=out/mine --max_iters=30 --seed=5", "has 1337", "--out_dir"),
+    ("train.py --resume --out_dir=out/mine --max_iters=30 --optimizer=adamw", "has muon"),
     (
         "train.py --resume --out_dir=out/mine --max_iters=30 --dataset=other",
         "data/other",

@@ -60,27 +60,28 @@ def tokens_seen(fields):
 
 
 FIELDS = "n_layer n_head n_embd dropout bpe_dropout muon_decay weight_decay block_size batch_size "
-FIELDS += "gradient_accumulation_steps max_iters learning_rate muon_lr eval_interval eval_tokens"
+FIELDS += "gradient_accumulation_steps max_iters learning_rate muon_lr muon_momentum "
+FIELDS += "eval_interval eval_tokens"
 ADAMW = {"optimizer": "adamw", "n_embd": 512}
 TRAINED = {"init_from": "gpt2", "batch_size": 300, "block_size": 100}
 EVALUATED = {"eval_interval": 20, "eval_tokens": 100_000}
 RATE = {"eval_tokens": 0, "learning_rate": 0.003}
 PLANS = [
-    (NOTE, 1, {}, "3 4 256 0.1 0 0.8 0.8 64 16 1 265 0.0075 0.035355 89 1000"),
-    (NOTES, 1, {}, "2 4 256 0.1 0 0.8 0.8 64 16 1 397 0.0075 0.035355 133 3000"),
-    (BOOK, 4, {}, "2 4 256 0 0 0.1 0.43 64 32 1 969 0.0075 0.035355 323 40000"),
-    (BOOK, 8, {}, "3 4 256 0.1 0 0.13 0.59 64 32 1 951 0.0075 0.035355 136 -1"),
-    (BOOK, 60, {}, "4 6 384 0.1 0.05 0.22 0.8 64 32 1 2586 0.005 0.028868 259 40000"),
-    (BOOKS, 1, {}, "2 2 64 0 0 0.1 0.1 64 32 1 682 0.01 0.05 228 59486"),
-    (BOOKS, 10, {}, "2 6 192 0 0 0.1 0.1 128 32 1 896 0.01 0.040825 100 51299"),
-    (BOOKS, 100, {}, "3 4 256 0 0 0.1 0.1 256 16 1 4669 0.0075 0.035355 467 -1"),
-    (BOOKS, 5000, {}, "6 8 512 0 0 0.1 0.1 1024 8 2 12005 0.00375 0.025 1201 -1"),
-    (BOOKS, 5, {"n_embd": 300}, "2 4 300 0 0 0.1 0.1 64 32 1 465 0.0064 0.03266 117 30018"),
-    (BOOKS, 5, ADAMW, "2 8 512 0 0 0.1 0.1 64 16 1 396 0.00070711 0.025 99 12874"),
-    (BOOKS, 5, TRAINED, "2 4 128 0 0 0.1 0.1 100 300 1 100 0.001 0.005 25 94665"),
-    (BOOKS, 5, EVALUATED, "2 4 128 0 0 0.1 0.1 64 32 1 835 0.01 0.05 20 100000"),
-    (BOOKS, 5, RATE, "2 4 128 0 0 0.1 0.1 64 32 1 952 0.003 0.05 952 0"),
-    (BOOKS, 5, {"world_size": 6}, "2 4 128 0 0 0.1 0.1 128 4 6 1015 0.01 0.05 254 98073"),
+    (NOTE, 1, {}, "3 4 256 0.1 0 0.8 0.8 64 16 1 265 0.0075 0.035355 0.9 89 1000"),
+    (NOTES, 1, {}, "2 4 256 0.1 0 0.8 0.8 64 16 1 397 0.0075 0.035355 0.9 133 3000"),
+    (BOOK, 4, {}, "2 4 256 0 0 0.1 0.43 64 32 1 974 0.0075 0.035355 0.95 325 40000"),
+    (BOOK, 8, {}, "3 4 256 0.1 0 0.1 0.42 64 32 1 951 0.0075 0.035355 0.95 136 -1"),
+    (BOOK, 60, {}, "4 6 384 0.1 0.05 0.22 0.8 64 32 1 2586 0.005 0.028868 0.95 259 40000"),
+    (BOOKS, 1, {}, "2 2 64 0 0 0.1 0.1 64 32 1 682 0.01 0.05 0.9 228 59486"),
+    (BOOKS, 10, {}, "2 6 192 0 0 0.1 0.1 128 32 1 896 0.01 0.040825 0.9 100 51299"),
+    (BOOKS, 100, {}, "3 4 256 0 0 0.1 0.1 256 16 1 4669 0.0075 0.035355 0.95 467 -1"),
+    (BOOKS, 5000, {}, "6 8 512 0 0 0.1 0.1 1024 8 2 12005 0.00375 0.025 0.95 1201 -1"),
+    (BOOKS, 5, {"n_embd": 300}, "2 4 300 0 0 0.1 0.1 64 32 1 465 0.0064 0.03266 0.9 117 30018"),
+    (BOOKS, 5, ADAMW, "2 8 512 0 0 0.1 0.1 64 16 1 396 0.00070711 0.025 0.9 99 12874"),
+    (BOOKS, 5, TRAINED, "2 4 128 0 0 0.1 0.1 100 300 1 100 0.001 0.005 0.9 25 94665"),
+    (BOOKS, 5, EVALUATED, "2 4 128 0 0 0.1 0.1 64 32 1 835 0.01 0.05 0.9 20 100000"),
+    (BOOKS, 5, RATE, "2 4 128 0 0 0.1 0.1 64 32 1 952 0.003 0.05 0.95 952 0"),
+    (BOOKS, 5, {"world_size": 6}, "2 4 128 0 0 0.1 0.1 128 4 6 1015 0.01 0.05 0.95 254 98073"),
 ]
 
 
@@ -169,12 +170,15 @@ def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_litt
         dict(n_layer=7, n_embd=80, block_size=50, batch_size=3, learning_rate=1e-4, dropout=0.3),
         dict(n_head=4, muon_lr=0.2, min_lr=0.01, eval_tokens=500, gradient_accumulation_steps=5),
         dict(n_layer=3, n_head=5, n_embd=100, eval_interval=7, warmup_iters=3, seed=7),
+        dict(muon_decay=0.3, muon_momentum=0.7),
+        dict(weight_decay=0.3),  # for both optimizers
     ],
 )
 def test_what_is_given_stays_and_a_step_is_timed_with_it(fixed):
     planner = Simulator(BOOKS, 2, **fixed)
     fields = planner.plan()
     assert fixed.items() <= fields.items()
+    assert (fields["muon_decay"] is None) == ("weight_decay" in fixed)
     for timed in planner.timed:
         assert all(timed[name] == fixed[name] for name in timed.keys() & fixed.keys())
     assert fields["max_iters"] > 10 and fields["n_embd"] % fields["n_head"] == 0
@@ -400,8 +404,8 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     plan = rf"plan for 0.06 min: 1 layers of {width}, \d+ steps, dropout {dropout:g}, "
     plan += rf"bpe_dropout {config['bpe_dropout']:g},\n +"
     plan += rf"learning_rate {config['learning_rate']:.3g}, "
-    plan += rf"weight_decay {config['weight_decay']:.3g}, muon_lr 0.04, "
-    plan += rf"muon_decay {config['muon_decay']:.3g}\n"
+    plan += rf"weight_decay {config['weight_decay']:.3g},\n +"
+    plan += rf"muon_lr 0.04, muon_decay {config['muon_decay']:.3g}, muon_momentum 0.9\n"
     assert re.search(plan, output)
     assert (here / f"out/mine/checkpoint-{steps}").is_dir()
     assert f"step {steps}/{steps} | validation" in output
@@ -432,7 +436,8 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
     assert done.returncode == 0, done.stderr
     assert output.count("plan for") == bool(planned)
     assert not planned or f"plan for {planned:g} min: " in output
-    assert (", muon_lr" in output) == bool(planned and "--optimizer=adamw" not in words)
+    line_of_muon = re.search("^ +muon_lr", output, re.M)
+    assert bool(line_of_muon) == bool(planned and "--optimizer=adamw" not in words)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
     assert {"max_iters": 1 if planned else 2}.items() | expected.items() <= config.items()
 

@@ -125,17 +125,20 @@ def test_muon_is_that_of_pytorch(weight_decay):
         assert torch.equal(batched.state[a]["momentum_buffer"], moments)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_settings_reach_the_optimizers_and_only_matrices_decay(optimizer):
-    """No value is the default of an optimizer."""
+@pytest.mark.parametrize("optimizer, muon_decay", [("adamw", 0.29), ("muon", None), ("muon", 0.0)])
+def test_settings_reach_the_optimizers_and_only_matrices_decay(optimizer, muon_decay):
+    """No value is an optimizer's default. weight_decay is Muon's too, unless it has its own."""
     given = dict(weight_decay=0.37, beta1=0.81, beta2=0.83, muon_momentum=0.71, muon_lr=0.5)
-    config = small(optimizer=optimizer, learning_rate=0.25, **given)
+    config = small(optimizer=optimizer, learning_rate=0.25, muon_decay=muon_decay, **given)
     model = GPT(GPTConfig(8, 11, 1, 2, 4))
     groups = [g for each in configure_optimizers(model, config) for g in each.param_groups]
     assert all(group["betas"] == (0.81, 0.83) for group in groups if "betas" in group)
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
-    assert decay == {id(p): 0.37 * (p.dim() >= 2) for p in model.parameters()}
     muon = [group for group in groups if "momentum" in group]
+    expected = {id(p): 0.37 * (p.dim() >= 2) for p in model.parameters()}
+    if muon_decay == 0:
+        expected |= {id(p): 0.0 for group in muon for p in group["params"]}
+    assert decay == expected
     assert [(g["momentum"], g["lr_scale"]) for g in muon] == [(0.71, 2)] * (optimizer == "muon")
 
 

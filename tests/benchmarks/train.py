@@ -69,8 +69,9 @@ def worker(case: dict):
     from torch.utils.checkpoint import checkpoint
 
     from gptling.devices import keep_freed_memory, use_float32_attention
+    from gptling.plan import fill_in
     from model import GPT, GPTConfig
-    from train import TrainConfig, configure_optimizers
+    from train import SMALL, TrainConfig, configure_optimizers
 
     keep_freed_memory()
     fields, batch_size = SIZES[case["size"]]
@@ -93,7 +94,8 @@ def worker(case: dict):
         for block in model.h if case.get("recompute") else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         options = {"optimizer": case.get("optimizer", "adamw"), "dtype": case["dtype"]}
-        train_config = TrainConfig(**options, learning_rate=0.01, muon_lr=0.05)
+        train_config = TrainConfig(**options, learning_rate=0.01)
+        fill_in(train_config, SMALL)
         optimizers = configure_optimizers(model, train_config, case["dtype"])
     compiled = torch.compile(model) if device == "cuda" else model
 
