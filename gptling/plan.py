@@ -144,7 +144,7 @@ class Planner:
             else:
                 step = its_step
         fields |= self.schedule(fields, step)
-        return fields | self.decays(fields) | self.fixed
+        return fields | self.decays(fields)
 
     def choose_model(self) -> tuple[dict, float]:
         """Return the fields of the largest model that sees enough tokens, and a step's seconds.
@@ -258,8 +258,9 @@ class Planner:
             return {}
         if self.config.init_from != "scratch":
             return {"weight_decay": 0.1, "muon_decay": 0.1}
-        epochs = fields["max_iters"] * tokens_per_step(fields) / self.train_tokens
-        steps = max(0.8, 8 / epochs) * self.train_tokens / tokens_per_step(fields)
+        steps_of_epoch = self.train_tokens / tokens_per_step(fields)
+        epochs = fields["max_iters"] / steps_of_epoch
+        steps = max(0.8, 8 / epochs) * steps_of_epoch
         adamw_rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
 
         def decay(rate):
@@ -300,7 +301,8 @@ class Planner:
     def measure_step(self, fields: dict) -> float:
         """Return the mean seconds of at most 20 steps with these fields, after the first one."""
         candidate = copy.copy(self.config)
-        fill_in(candidate, fields | {"max_iters": 1, "weight_decay": 0.1})
+        any_will_do = {"max_iters": 1, "weight_decay": 0.1}  # they change no step's time
+        fill_in(candidate, fields | any_will_do)
         batch = self.data.batch(candidate, 0, self.processes)
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
         limit = min(1.5 * self.config.minutes, 3.75)  # seconds: four times are a tenth of all
@@ -376,6 +378,7 @@ class Clock:
         self.all_tokens = len(data.val) - 1  # of the last evaluation, if it covers the whole split
         self.n_parameters = sum(p.numel() for p in model.parameters())
         self.most = most_steps(vars(config), data.n_tokens)
+        self.good_epochs = GOOD_EPOCHS
         self.first_step = progress.step
         self.last_look = 0.0
         self.newest = []  # seconds of steps

@@ -12,7 +12,6 @@ import torch
 from gptling.cli import progress_bar
 from gptling.dataset import tokens_per_step
 from gptling.devices import flops_utilisation
-from gptling.plan import GOOD_EPOCHS
 from gptling.run import best_checkpoint, read_metrics
 
 
@@ -222,7 +221,7 @@ class Report:
         epochs = self.progress.step * tokens_per_step(vars(self.config)) / data.n_tokens
         if self.progress.step >= self.clock.most:
             hint = "More text would help now, more time would not."
-        elif epochs < GOOD_EPOCHS:
+        elif epochs < self.clock.good_epochs:
             hint = "More time would help."
         elif best_step == self.progress.step:
             hint = "More time would help a little, and more text would help more."

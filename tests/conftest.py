@@ -178,9 +178,15 @@ def read_log(run):
 
 
 def contents(directory):
-    """The folders and files in a directory, without locks: taking one may change its time."""
+    """The folders and files in a directory, without locks, which a start leaves."""
     paths = (path for path in directory.rglob("*") if path.name != ".lock")
     return {path.relative_to(directory): path.is_file() and path.read_bytes() for path in paths}
+
+
+def write_times(directory):
+    """When each of these files was written last: the same bytes again are seen, too."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+    return {file: file.stat().st_mtime_ns for file in files}
 
 
 def one_line(process, *words):

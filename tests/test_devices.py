@@ -102,7 +102,7 @@ def test_threads_that_wait_sleep_soon_unless_the_user_says_when(given, monkeypat
 def test_how_threads_wait_is_chosen_before_pytorch_is_imported(script):
     """And there the time of a planned run begins, so that it has the seconds of this import."""
     code = "import sys; sys.modules['torch'] = None\ntry:\n import " + script
-    code += "\nexcept ImportError:\n print('gptling.threads' in sys.modules)"
+    code += "\nexcept ImportError:\n print(hasattr(sys.modules['gptling.threads'], 'STARTED'))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == "True\n", result.stderr
 

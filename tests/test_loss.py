@@ -29,6 +29,17 @@ def test_a_step_is_the_mean_over_the_targets_of_all_micro_batches(here, train_he
     assert runs[2] == pytest.approx(runs[0], rel=1e-4)
 
 
+def test_a_step_without_targets_has_a_loss_of_0(here, train_here, monkeypatch):
+    def batch(*arguments, plain=Dataset.batch):
+        return [(x, y.fill_(-100)) for x, y in plain(*arguments)]
+
+    monkeypatch.setattr(Dataset, "batch", batch)
+    process = run_here("train.py", "--dataset=mine", *TINY, "--max_iters=2", cwd=here)
+    assert process.returncode == 0, process.stderr.decode()
+    log = read_log(here / "out" / "mine")
+    assert log[-2]["loss"] == log[-2]["norm"] == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_losses_of_short_floats_are_summed_in_float32(dtype):
     """Over 50,000 logits: their sum in bfloat16 would be off by a hundredth or more."""

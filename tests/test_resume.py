@@ -187,6 +187,17 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
     assert [group["weight_decay"] for _, last in settings for group in last] == [0.3, 0.0, 0.3]
 
 
+@pytest.mark.parametrize(
+    "flag, value",
+    [(name, 99) for name in ("bias", "block_size", "seed", "vocab_multiple")]
+    + [("optimizer", "adamw"), ("init_from", "out/other")],
+)
+def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
+    saved = asdict(small())
+    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; give"):
+        resumed_config(small(), saved, {flag: value}, FIXED)
+
+
 def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):
     once = {"allow_changed_model": True, "overwrite": True}
     saved = asdict(small(minutes=2.0)) | once | {"ema": 0.9}

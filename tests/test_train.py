@@ -30,6 +30,7 @@ from tests.conftest import (
     run_here,
     small,
     weights,
+    write_times,
 )
 from tests.test_dataset import write_data
 from train import TrainConfig, configure_optimizers, learning_rate
@@ -410,7 +411,8 @@ def test_training_starts_from_a_checkpoint(trained, here):
 
 def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     """While another process trains in the folder, too."""
-    run, before = trained / "out" / "mine", contents(trained)
+    run = trained / "out" / "mine"
+    before = contents(trained), write_times(trained)
     with filelock.FileLock(run / ".lock"):
         flags = ["--eval_only", "--init_from=out/mine", "--dataset=mine"]
         output = output_of("train.py", *flags, "--batch_size=4", cwd=trained)  # as TINY has it
@@ -419,7 +421,7 @@ def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     assert f"perplexity {math.exp(best['val_loss']):.4f}" in output
     assert f"{best['bits_per_byte']:.4f} bits per byte" in output
     assert f"checkpoint-{best['step']}, over" in output
-    assert contents(trained) == before
+    assert (contents(trained), write_times(trained)) == before
 
 
 def test_quick_start_prepares_its_corpus(tmp_path, train_here, monkeypatch):
