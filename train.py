@@ -178,9 +178,6 @@ def main():
     processes = Processes()
     config, given = cli.load(TrainConfig, __doc__, presets=True)
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
-    last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
-    if last == "minutes" and not config.minutes:
-        raise UserError("--minutes=0: give it time, or --max_iters")
     run_directory = RunDirectory(Path(config.out_dir), processes)
     source, state = None, {}  # the checkpoint to start from; what else a resumed run needs
     if not config.eval_only:  # what is given overrides the settings of a resumed run
@@ -196,14 +193,11 @@ def main():
     if missing and processes.is_main:
         prepare.prepare(prepare.PrepareConfig())
     processes.barrier()
-    if config.resume and last == "minutes":
-        plan.extend(config, state["progress"])
-    elif not (state or config.eval_only) and (config.max_iters is None or last == "minutes"):
-        config.max_iters = None
-        plan.plan_run(config, longest, lambda c, d: set_up(c, d, source, processes), processes)
-    elif not state or last == "max_iters":
-        config.minutes = 0.0  # the steps set the length
-        plan.fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
+
+    def try_out(candidate, data):  # to measure its steps
+        return set_up(candidate, data, source, processes)
+
+    plan.complete(config, given, state.get("progress"), SMALL, longest, try_out, processes)
     if config.min_lr > config.learning_rate:
         rates = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
         raise UserError(f"{rates}: give a lower --min_lr")

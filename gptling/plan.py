@@ -16,6 +16,7 @@ import torch
 from gptling import threads
 from gptling.cli import is_out_of_memory, progress_bar
 from gptling.dataset import Dataset, tokens_per_step
+from gptling.files import UserError
 from gptling.loss import objective_and_parts
 from gptling.tokenizers import has_merges
 
@@ -333,9 +334,28 @@ class Planner:
         return seconds / (len(left) - 2)
 
 
+def complete(config, given: dict, resumed, small: dict, longest: float, set_up, processes):
+    """Set what is None in train.py's configuration: plan it for a time, or take `small` for a
+    number of steps. Of --minutes and --max_iters the one said last counts, the first of `given`.
+
+    resumed: the progress of a run that goes on with its settings, or None; longest: the longest
+    sequence that --init_from allows; set_up: train.py's. Raises UserError."""
+    last = next((name for name in given if name in ("minutes", "max_iters")), "")
+    if last == "minutes" and not config.minutes:
+        raise UserError("--minutes=0: give it time, or --max_iters")
+    is_planned = last == "minutes" or config.max_iters is None
+    if config.resume and last == "minutes":
+        extend(config, resumed)
+    elif not resumed and is_planned and not config.eval_only:
+        config.max_iters = None
+        plan_run(config, longest, set_up, processes)
+    elif not resumed or last == "max_iters":
+        config.minutes = 0.0  # the steps set the length
+        fill_in(config, small | {"block_size": min(small["block_size"], longest)})
+
+
 def plan_run(config, longest: float, set_up, processes):
-    """Fill in what is None in train.py's configuration for a run of config.minutes, and print it.
-    longest: the longest sequence that --init_from allows; set_up: train.py's."""
+    """Plan what is None for config.minutes, and print it. See complete."""
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())
