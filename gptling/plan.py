@@ -154,13 +154,20 @@ class Planner:
         sizes = [self.parameters(fields) for fields in candidates]
         seconds = max(1.0, self.seconds_left())
         measured = {}  # seconds of a token, by a candidate's index
+        n_fitting = len(candidates)  # into the memory, as far as is known
+        base = 0  # the newest of these that is measured
         i = 0 if "n_embd" in self.fixed else min(2, len(candidates) - 1)
         while i not in measured:
             measured[i] = self.time_step(candidates[i]) / tokens_per_step(candidates[i])
+            if measured[i] == math.inf:
+                n_fitting = i
+            else:
+                base = i
             best = 0
-            for j, size in enumerate(sizes):
-                # It grows a little less than the parameters do.
-                estimate = measured[i] * (size / sizes[i]) ** 0.85
+            for j, size in enumerate(sizes[:n_fitting]):
+                # Rather too short: such a model is measured, and not left out by a guess.
+                ratio = size / sizes[base]
+                estimate = measured.get(base, math.inf) * min(ratio, ratio**0.6)
                 if seconds / measured.get(j, estimate) >= self.enough_tokens(size):
                     best = j
             i = best
