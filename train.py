@@ -104,6 +104,8 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
             raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
+        if self.max_iters is None and not self.minutes:
+            raise ValueError("--minutes=0: give a time above 0, or --max_iters")
 
 
 # A flag that changes one of these would make it a different run: resuming refuses it.

@@ -16,7 +16,6 @@ import torch
 from gptling import threads
 from gptling.cli import is_out_of_memory, progress_bar
 from gptling.dataset import Dataset, tokens_per_step
-from gptling.files import UserError
 from gptling.loss import objective_and_parts
 from gptling.tokenizers import has_merges
 
@@ -27,8 +26,7 @@ GOOD_EPOCHS = 4  # later ones teach less: Muennighoff et al. 2023, arXiv 2305.16
 # A run ends after so many epochs or steps: the later of the two.
 MAX_EPOCHS = 16
 SHORT_TEXT_STEPS = 600
-VARIED_EPOCHS = 32  # with bpe_dropout
-VARIED_STEPS = 1200
+VARIED_STEPS = 1200  # with bpe_dropout
 FINE_TUNING_EPOCHS = 6  # of --init_from
 FINE_TUNING_STEPS = 100
 # The largest model has so many parameters per token of the text, or so many.
@@ -96,7 +94,7 @@ def most_steps(fields: dict, train_tokens: int) -> int:
     """Return after how many steps a run ends before it overfits."""
     epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
     if fields["bpe_dropout"]:
-        epochs, steps = VARIED_EPOCHS, VARIED_STEPS
+        steps = VARIED_STEPS
     if fields["init_from"] != "scratch":
         epochs, steps = FINE_TUNING_EPOCHS, FINE_TUNING_STEPS
     return max(steps, int(train_tokens * epochs / tokens_per_step(fields)))
@@ -154,8 +152,8 @@ class Planner:
         sizes = [self.parameters(fields) for fields in candidates]
         seconds = max(1.0, self.seconds_left())
         measured = {}  # seconds of a token, by a candidate's index
-        n_fitting = len(candidates)  # into the memory, as far as is known
-        base = 0  # the newest of these that is measured
+        n_fitting = len(candidates)  # that fit into the memory, as far as measured
+        base = 0  # the last measured one that fits
         i = 0 if "n_embd" in self.fixed else min(2, len(candidates) - 1)
         while i not in measured:
             measured[i] = self.time_step(candidates[i]) / tokens_per_step(candidates[i])
@@ -165,7 +163,7 @@ class Planner:
                 base = i
             best = 0
             for j, size in enumerate(sizes[:n_fitting]):
-                # Rather too short: such a model is measured, and not left out by a guess.
+                # Low on purpose: no model is left out before it is measured.
                 ratio = size / sizes[base]
                 estimate = measured.get(base, math.inf) * min(ratio, ratio**0.6)
                 if seconds / measured.get(j, estimate) >= self.enough_tokens(size):
@@ -342,15 +340,13 @@ class Planner:
 
 
 def complete(config, given: dict, resumed, small: dict, longest: float, set_up, processes):
-    """Set what is None in train.py's configuration: plan it for a time, or take `small` for a
-    number of steps. Of --minutes and --max_iters the one said last counts, the first of `given`.
+    """Set the fields of train.py's configuration that are None: by a plan for a run of --minutes,
+    to the values of `small` for one of --max_iters. If both are in `given`, the last flag counts.
 
-    resumed: the progress of a run that goes on with its settings, or None; longest: the longest
-    sequence that --init_from allows; set_up: train.py's. Raises UserError."""
+    given: as cli.load returns it; resumed: the progress of a run that has all its settings, or
+    None; longest: the longest sequence that --init_from allows; set_up: train.py's."""
     last = next((name for name in given if name in ("minutes", "max_iters")), "")
-    if last == "minutes" and not config.minutes:
-        raise UserError("--minutes=0: give it time, or --max_iters")
-    is_planned = last == "minutes" or config.max_iters is None
+    is_planned = config.minutes and (last == "minutes" or config.max_iters is None)
     if config.resume and last == "minutes":
         extend(config, resumed)
     elif not resumed and is_planned and not config.eval_only:
@@ -362,7 +358,7 @@ def complete(config, given: dict, resumed, small: dict, longest: float, set_up, 
 
 
 def plan_run(config, longest: float, set_up, processes):
-    """Plan what is None for config.minutes, and print it. See complete."""
+    """Plan the fields that are None for a run of config.minutes, and print the plan."""
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
     planner = Planner(config, data, longest, set_up, processes)
     fill_in(config, planner.plan())

@@ -107,7 +107,7 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(data
         seen.append(tokens_seen(fields))
         epochs = max(4, 1.5 * math.sqrt(sizes[-1] / data.n_tokens))
         assert n == 15 or seen[-1] > 0.75 * min(1.5 * sizes[-1], epochs * data.n_tokens)
-        assert seen[-1] <= (32 if fields["bpe_dropout"] else 16) * data.n_tokens
+        assert seen[-1] <= 16 * data.n_tokens
     assert sizes == sorted(sizes) and sizes[-1] > 3 * sizes[0]
 
 
@@ -133,7 +133,7 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
     spent = 60 * minutes - planner.left + fields["max_iters"] * step + n * (evaluating + saving)
     if fields["eval_tokens"] == -1:  # the last one covers the whole split
         spent += len(data.val) * step / tokens_per_step(fields) / 3
-    most = (32 if fields["bpe_dropout"] else 16) * data.n_tokens
+    most = 16 * data.n_tokens
     used_up = tokens_seen(fields) > 0.99 * most
     assert spent < 60 * minutes and planner.overfits == used_up
     assert spent > 0.85 * 60 * minutes - 6 or used_up
@@ -165,7 +165,8 @@ def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_litt
 
 
 def test_a_larger_model_whose_steps_are_shorter_than_its_size_suggests_is_found():
-    """As on two cores with AMX: it has 1.9 times the parameters, and steps 1.36 times as long."""
+    """On two cores with AMX 2 layers of 192 have 1.9 times the parameters of 2 layers of 128, and
+    their steps are 1.36 times as long."""
 
     class TwoCores(Simulator):
         def seconds_of_step(self, fields):
