@@ -104,8 +104,6 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
             raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
-        if self.max_iters is None and not self.minutes:
-            raise ValueError("--minutes=0: give a time above 0, or --max_iters")
 
 
 # A flag that changes one of these would make it a different run: resuming refuses it.
@@ -180,6 +178,9 @@ def main():
     processes = Processes()
     config, given = cli.load(TrainConfig, __doc__, presets=True)
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
+    last = next((name for name in given if name in ("minutes", "max_iters")), "")  # said last
+    if last == "minutes" and not config.minutes:
+        raise UserError("--minutes=0: give a time above 0, or --max_iters")
     run_directory = RunDirectory(Path(config.out_dir), processes)
     source, state = None, {}  # the checkpoint to start from; what else a resumed run needs
     if not config.eval_only:  # what is given overrides the settings of a resumed run
@@ -199,7 +200,7 @@ def main():
     def try_out(candidate, data):  # to measure its steps
         return set_up(candidate, data, source, processes)
 
-    plan.complete(config, given, state.get("progress"), SMALL, longest, try_out, processes)
+    plan.complete(config, last, state.get("progress"), SMALL, longest, try_out, processes)
     if config.min_lr > config.learning_rate:
         rates = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
         raise UserError(f"{rates}: give a lower --min_lr")

@@ -339,14 +339,14 @@ class Planner:
         return seconds / (len(left) - 2)
 
 
-def complete(config, given: dict, resumed, small: dict, longest: float, set_up, processes):
+def complete(config, last: str, resumed, small: dict, longest: float, set_up, processes):
     """Set the fields of train.py's configuration that are None: by a plan for a run of --minutes,
-    to the values of `small` for one of --max_iters. If both are in `given`, the last flag counts.
+    to the values of `small` for one of --max_iters.
 
-    given: as cli.load returns it; resumed: the progress of a run that has all its settings, or
-    None; longest: the longest sequence that --init_from allows; set_up: train.py's."""
-    last = next((name for name in given if name in ("minutes", "max_iters")), "")
-    is_planned = config.minutes and (last == "minutes" or config.max_iters is None)
+    last: the last flag of these two, or ""; resumed: the progress of a run that has all its
+    settings, or None; longest: the longest sequence that --init_from allows; set_up: train.py's.
+    """
+    is_planned = last == "minutes" or config.max_iters is None
     if config.resume and last == "minutes":
         extend(config, resumed)
     elif not resumed and is_planned and not config.eval_only:
