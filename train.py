@@ -208,7 +208,7 @@ def main():
         print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
 
     # ------------------------------------------------------------ data and model
-    data = Dataset(config.dataset, config.block_size, plan.eval_part(vars(config)))
+    data = Dataset(config.dataset, config.block_size, plan.eval_part(config))
     if state and state["data"] != data.fingerprint:
         remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
         raise UserError(f"{data.directory} is not what {config.out_dir} was trained on: {remedy}")

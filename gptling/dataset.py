@@ -81,30 +81,24 @@ class Dataset:
 
     def batch(self, config, step: int, processes) -> list[tuple]:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
-        rank = processes.rank
-        world_size = processes.world_size
-        _, micro_steps = micro_batches(config, world_size)
+        sequences = get_sequences(self.train, config, step, processes.rank, processes.world_size)
         batches = []
-        for micro_step in range(micro_steps):
-            ids = get_sequences(self.train, config, step, micro_step, rank, world_size)
-            ids = processes.to_device(ids)
+        for ids in sequences:
+            ids = processes.to_device(ids)  # (B, T + 1)
             inputs = ids[:, :-1]
             targets = ids[:, 1:].clone()  # that you may change
             batches.append((inputs, targets))
         return batches
 
     def validation_batches(self, batch_size: int, processes) -> Iterator[tuple]:
-        """Yield (inputs, targets) of this process's share of the validation sequences. The last
-        ones end in targets of -100: every process has the same number, as FSDP needs."""
+        """Yield (inputs, targets) of this process's share of the validation sequences. A
+        shorter sequence ends in targets of -100, and a process without a sequence has one of these
+        alone: all have the same number of batches, as FSDP needs."""
         length = self.block_size + 1
-        n = len(self.val_starts)
-        share = math.ceil(n / processes.world_size)
-        size = min(batch_size, share)
-        stride = size * processes.world_size
-        for i in range(0, n, stride):
-            first = i + processes.rank * size
-            starts = self.val_starts[first : first + size]
-            sequences = np.full((size, length), -100, dtype=np.int64)
+        stride = batch_size * processes.world_size
+        for i in range(0, len(self.val_starts), stride):
+            starts = self.val_starts[i : i + stride][processes.rank :: processes.world_size]
+            sequences = np.full((max(1, len(starts)), length), -100, dtype=np.int64)
             for row, start in enumerate(starts):
                 ids = self.val[start : start + length]
                 sequences[row, : len(ids)] = ids
@@ -115,10 +109,9 @@ class Dataset:
             yield inputs.clamp(min=0), targets
 
 
-def tokens_per_step(fields: dict) -> int:
-    """The tokens in a step of all processes, by these fields of train.py's configuration."""
-    sequences = fields["batch_size"] * fields["gradient_accumulation_steps"]
-    return sequences * fields["block_size"]
+def tokens_per_step(config) -> int:
+    """The tokens in a step of all processes."""
+    return config.batch_size * config.gradient_accumulation_steps * config.block_size
 
 
 def micro_batches(config, world_size: int) -> tuple[int, int]:
@@ -157,21 +150,21 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.nd
     return rng.permutation(places)
 
 
-def get_sequences(shards, config, step: int, micro_step=0, rank=0, world_size=1) -> torch.Tensor:
-    """The sequences of a micro-batch, (B, block_size + 1) int64. Each begins with the last token of
-    the one before. An epoch visits all. Micro-batch m of rank r is m * world_size + r of a step."""
+def get_sequences(shards, config, step: int, rank=0, world_size=1) -> torch.Tensor:
+    """The sequences of a process in a step, (micro_steps, B, block_size + 1) int64. Each begins
+    with the last token of the one before. An epoch visits all. Micro-batch m of rank r is
+    m * world_size + r of the step."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
-    micro_steps_before = step * micro_steps + micro_step  # since the run began
-    first = (micro_steps_before * world_size + rank) * B
     lengths = tuple(map(len, shards))
     first_epoch = draw_epoch(lengths, T, config.seed, 0)
     n = len(first_epoch)  # as in every epoch
-    sequences = np.empty((B, T + 1), dtype=np.int64)
-    for row in range(B):
-        epoch, i = divmod(first + row, n)
+    sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)
+    for m, row in np.ndindex(micro_steps, B):
+        micro_batches_before = (step * micro_steps + m) * world_size + rank  # since the run began
+        epoch, i = divmod(micro_batches_before * B + row, n)
         order = draw_epoch(lengths, T, config.seed, epoch)
         shard, start = order[i]
         end = start + T + 1
-        sequences[row] = shards[shard][start:end]
+        sequences[m, row] = shards[shard][start:end]
     return torch.from_numpy(sequences)

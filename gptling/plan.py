@@ -43,46 +43,44 @@ SAVING = 0.4  # seconds of a checkpoint and its sample: this or the next, if tha
 SAVING_PER_PARAMETER = 1e-7
 
 
+def set_missing(config, **values):
+    """Set those of these fields of train.py's configuration that are None."""
+    for name, value in values.items():
+        if getattr(config, name) is None:
+            setattr(config, name, value)
+
+
 def fill_in(config, values: dict):
     """Set the fields of train.py's configuration that are None to these values, and rates, warm-up
     and momentum to what fits them. Wide models need lower rates, trained ones (init_from) a tenth.
     """
-
-    def set_missing(**defaults):
-        given = {name: value for name, value in vars(config).items() if value is not None}
-        vars(config).update(defaults | given)
-
-    set_missing(**values)
-    adamw_rate, muon_rate = peak_rates(config.n_embd, config.optimizer)
-    tenth = 1 if config.init_from == "scratch" else 10
-    set_missing(learning_rate=adamw_rate / tenth, muon_lr=muon_rate / tenth)
-    set_missing(min_lr=config.learning_rate / 100, warmup_iters=math.ceil(config.max_iters / 50))
-    set_missing(muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9)
-
-
-def peak_rates(width: int, optimizer: str) -> tuple[float, float]:
-    """Return AdamW's and Muon's peak rates for a model of this width."""
-    if optimizer == "adamw":
+    set_missing(config, **values)
+    width = config.n_embd
+    if config.optimizer == "adamw":
         adamw_rate = 0.001 * math.sqrt(256 / width)
     else:
         adamw_rate = 0.01 * min(1, 192 / width)  # of the embeddings
     muon_rate = 0.05 * min(1, math.sqrt(128 / width))
-    return adamw_rate, muon_rate
+    tenth = 1 if config.init_from == "scratch" else 10
+    set_missing(config, learning_rate=adamw_rate / tenth, muon_lr=muon_rate / tenth)
+    set_missing(config, min_lr=config.learning_rate / 100)
+    set_missing(config, warmup_iters=math.ceil(config.max_iters / 50))
+    set_missing(config, muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9)
 
 
-def eval_part(fields: dict) -> int:
+def eval_part(config) -> int:
     """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is -1, those before
     the last one have a share of the time. A token costs a third of its training, without a
     backward pass."""
-    if fields.get("eval_tokens", -1) >= 0:
-        return fields["eval_tokens"]
-    tokens = EVALUATING_SHARE * fields["eval_interval"] * 3 * tokens_per_step(fields)
-    return max(fields["block_size"], int(tokens))
+    if config.eval_tokens >= 0:
+        return config.eval_tokens
+    tokens = EVALUATING_SHARE * config.eval_interval * 3 * tokens_per_step(config)
+    return max(config.block_size, int(tokens))
 
 
-def evaluation_time(fields: dict, step: float, tokens: float) -> float:
+def evaluation_time(config, step: float, tokens: float) -> float:
     """Return the seconds of an evaluation, by those of a step: a third, without a backward pass."""
-    return step * tokens / tokens_per_step(fields) / 3
+    return step * tokens / tokens_per_step(config) / 3
 
 
 def saving_time(n_parameters: int) -> float:
@@ -90,14 +88,14 @@ def saving_time(n_parameters: int) -> float:
     return max(SAVING, SAVING_PER_PARAMETER * n_parameters)
 
 
-def most_steps(fields: dict, train_tokens: int) -> int:
+def most_steps(config, train_tokens: int) -> int:
     """Return after how many steps a run ends before it overfits."""
     epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
-    if fields["bpe_dropout"]:
+    if config.bpe_dropout:
         steps = VARIED_STEPS
-    if fields["init_from"] != "scratch":
+    if config.init_from != "scratch":
         epochs, steps = FINE_TUNING_EPOCHS, FINE_TUNING_STEPS
-    return max(steps, int(train_tokens * epochs / tokens_per_step(fields)))
+    return max(steps, int(train_tokens * epochs / tokens_per_step(config)))
 
 
 def nearest_power_of_two(number: float) -> int:
@@ -113,7 +111,6 @@ class Planner:
         self.data = data
         self.set_up = set_up
         self.processes = processes
-        self.fixed = {name: value for name, value in vars(config).items() if value is not None}
         self.train_tokens = data.n_tokens
         self.val_tokens = len(data.val)
         self.vocab_size = data.tokenizer.n_vocab
@@ -123,38 +120,38 @@ class Planner:
         self.overfits = False  # with all of the time
         self.busy = False  # whether other programs compute now
 
-    def plan(self) -> dict:
-        """Return the fields that make the best of the time. Raises MemoryError if no model fits."""
+    def plan(self):
+        """Set the fields that are None to what makes the best of the time. Raises MemoryError."""
         candidate, step = self.choose_model()
         if step == math.inf:
             raise MemoryError
 
-        def fields_in_time(fields):
-            tokens = self.schedule(fields, step)["max_iters"] * tokens_per_step(fields)
-            return self.fields_for(fields["n_layer"], fields["n_embd"], tokens)
+        def in_time(config):
+            tokens = self.schedule(config, step)["max_iters"] * tokens_per_step(config)
+            return self.configuration(config.n_layer, config.n_embd, tokens)
 
-        fields = fields_in_time(candidate)
-        if fields["bpe_dropout"]:  # more epochs are worth their time
-            fields = fields_in_time(fields)
-        if fields != candidate:
-            its_step = self.time_step(fields)
+        planned = in_time(candidate)
+        if planned.bpe_dropout:  # more epochs are worth their time
+            planned = in_time(planned)
+        if planned != candidate:
+            its_step = self.time_step(planned)
             if its_step == math.inf:
-                fields = candidate
+                planned = candidate
             else:
                 step = its_step
-        fields |= self.schedule(fields, step)
-        return fields | self.decays(fields)
+        fill_in(self.config, vars(planned) | self.schedule(planned, step))
+        set_missing(self.config, **self.decays())
 
-    def choose_model(self) -> tuple[dict, float]:
-        """Return the fields of the largest model that sees enough tokens, and a step's seconds.
-        Models are measured until the best estimate is a measured one."""
+    def choose_model(self) -> tuple:
+        """Return the configuration of the largest model that sees enough tokens, and a step's
+        seconds. Models are measured until the best estimate is a measured one."""
         candidates = self.list_candidates()
-        sizes = [self.parameters(fields) for fields in candidates]
+        sizes = [self.parameters(candidate) for candidate in candidates]
         seconds = max(1.0, self.seconds_left())
         measured = {}  # seconds of a token, by a candidate's index
         n_fitting = len(candidates)  # that fit into the memory, as far as measured
         base = 0  # the last measured one that fits
-        i = 0 if "n_embd" in self.fixed else min(2, len(candidates) - 1)
+        i = 0 if self.config.n_embd else min(2, len(candidates) - 1)
         while i not in measured:
             measured[i] = self.time_step(candidates[i]) / tokens_per_step(candidates[i])
             if measured[i] == math.inf:
@@ -173,41 +170,40 @@ class Planner:
         i = max(j for j in measured if measured[j] <= 1.2 * measured[i])
         return candidates[i], measured[i] * tokens_per_step(candidates[i])
 
-    def list_candidates(self) -> list[dict]:
-        """Return the fields of the models to choose from, by size: the smallest, and all others
-        that are not too large for the text."""
+    def list_candidates(self) -> list:
+        """Return the configurations to choose from, by size: the smallest, and all others that are
+        not too large for the text."""
         most = max(SHORT_TEXT_PARAMETERS, PARAMETERS_PER_TOKEN * self.train_tokens)
         candidates = []
         for n_layer, n_embd in SHAPES:
-            fields = self.fields_for(n_layer, n_embd)
-            fits = self.parameters(fields) <= most or not candidates
-            if fits and fields not in candidates:  # equal ones if sizes are given
-                candidates.append(fields)
+            candidate = self.configuration(n_layer, n_embd)
+            fits = self.parameters(candidate) <= most or not candidates
+            if fits and candidate not in candidates:  # equal ones if sizes are given
+                candidates.append(candidate)
         return candidates
 
-    def fields_for(self, n_layer: int, n_embd: int, tokens: float = 0) -> dict:
-        """Return the fields of a model that sees so many tokens, or enough (0)."""
-        fields = {"n_layer": n_layer, "n_embd": n_embd} | self.fixed
-        tokens = tokens or self.enough_tokens(self.parameters(fields))
+    def configuration(self, n_layer: int, n_embd: int, tokens: float = 0):
+        """Return the configuration of a model that sees so many tokens, or enough (0)."""
+        config = copy.copy(self.config)
+        set_missing(config, n_layer=n_layer, n_embd=n_embd)
+        tokens = tokens or self.enough_tokens(self.parameters(config))
         counted = min(tokens, GOOD_EPOCHS * self.train_tokens)  # for the sequence and the batch
         block_size = nearest_power_of_two(max(64, counted**0.6 / 72))
-        width = fields["n_embd"]
+        set_missing(config, block_size=min(1024, block_size, self.longest))
+        width = config.n_embd
         heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
-        defaults = {
-            "n_head": next(n for n in heads if width % n == 0),
-            "block_size": min(1024, block_size, self.longest),
-            "gradient_accumulation_steps": self.processes.world_size,
-        }
-        fields = defaults | fields
-        if "batch_size" not in fields:
-            self.set_batch(fields, max(1024, 9.3 * counted**0.383))
-        return fields | self.regularisation(fields, tokens) | self.fixed
+        set_missing(config, n_head=next(n for n in heads if width % n == 0))
+        if config.batch_size is None:
+            self.set_batch(config, max(1024, 9.3 * counted**0.383))
+        set_missing(config, gradient_accumulation_steps=self.processes.world_size)
+        set_missing(config, **self.regularisation(config, tokens))
+        return config
 
-    def regularisation(self, fields: dict, tokens: float) -> dict:
+    def regularisation(self, config, tokens: float) -> dict:
         """Return what keeps a model that sees so many tokens from memorising the text. How well it
         could is `memorisation`: epochs times parameters per token of the text."""
         epochs = tokens / self.train_tokens
-        memorisation = epochs * self.parameters(fields) / self.train_tokens
+        memorisation = epochs * self.parameters(config) / self.train_tokens
         bpe_dropout = 0.0
         if self.can_vary and epochs >= BPE_DROPOUT_EPOCHS:
             if memorisation >= BPE_DROPOUT_MEMORISATION:
@@ -219,68 +215,67 @@ class Planner:
             "bpe_dropout": bpe_dropout,
         }
 
-    def set_batch(self, fields: dict, tokens: float):
+    def set_batch(self, config, tokens: float):
         """Set batch_size for steps of about so many tokens, and accumulate if it is too large:
         8 sequences of 2048 tokens for 16,384 become micro-batches of 4, two for each process."""
-        fields["batch_size"] = 1
-        batch_size = nearest_power_of_two(tokens / tokens_per_step(fields))
-        most = max(1, MICRO_BATCH_TOKENS // fields["block_size"])
+        micro_steps = config.gradient_accumulation_steps or self.processes.world_size
+        batch_size = nearest_power_of_two(tokens / config.block_size / micro_steps)
+        most = max(1, MICRO_BATCH_TOKENS // config.block_size)
         while batch_size > most:
             batch_size //= 2
-            fields["gradient_accumulation_steps"] *= 2
-        fields["batch_size"] = batch_size
+            micro_steps *= 2
+        set_missing(config, batch_size=batch_size, gradient_accumulation_steps=micro_steps)
 
-    def schedule(self, fields: dict, step: float) -> dict:
+    def schedule(self, config, step: float) -> dict:
         """Return how many steps of `step` seconds fill the time with evaluations. eval_tokens is
         -1 if the last one covers the whole split, and those before a part (see eval_part)."""
         step_seconds = 1.05 * step  # with its data and the log
         seconds = max(step_seconds, self.seconds_left() - SAVING)
         n_evaluations = max(3, min(10, int(self.seconds_left() // 60)))
-        interval = self.fixed.get("eval_interval", seconds / step_seconds / n_evaluations)  # steps
-        part = eval_part({"eval_interval": interval} | fields)
-        eval_tokens = min(part or math.inf, self.val_tokens)
-        eval_seconds = evaluation_time(fields, step_seconds, eval_tokens)
-        eval_seconds += saving_time(self.parameters(fields))
-        if "eval_interval" in self.fixed:
-            n_evaluations = max(1.0, seconds / (interval * step_seconds + eval_seconds))
+        trial = copy.copy(config)
+        set_missing(trial, eval_interval=seconds / step_seconds / n_evaluations, eval_tokens=-1)
+        eval_tokens = min(eval_part(trial) or math.inf, self.val_tokens)
+        eval_seconds = evaluation_time(config, step_seconds, eval_tokens)
+        eval_seconds += saving_time(self.parameters(config))
+        if config.eval_interval:
+            interval_seconds = config.eval_interval * step_seconds + eval_seconds
+            n_evaluations = max(1.0, seconds / interval_seconds)
         else:
             n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / eval_seconds)))
-        whole_seconds = evaluation_time(fields, step_seconds, self.val_tokens)
-        is_part = eval_tokens < self.val_tokens and self.fixed.get("eval_tokens", -1) == -1
+        whole_seconds = evaluation_time(config, step_seconds, self.val_tokens)
+        is_part = eval_tokens < self.val_tokens and trial.eval_tokens == -1
         if is_part and whole_seconds < seconds / 5:
             eval_tokens = -1
             seconds -= whole_seconds
         fitting = max(1, int((seconds - n_evaluations * eval_seconds) / step_seconds))
-        most = most_steps(fields, self.train_tokens)
+        most = most_steps(config, self.train_tokens)
         self.overfits = fitting >= most
         max_iters = min(fitting, most)
         interval = math.ceil(max_iters / n_evaluations)
         return {"max_iters": max_iters, "eval_interval": interval, "eval_tokens": eval_tokens}
 
-    def decays(self, fields: dict) -> dict:
-        """Return AdamW's and Muon's weight decay for a planned run, 0.1 to 0.8. With them matrices
-        forget a text in 0.8 epochs, or in 8 / epochs below ten. With init_from both are 0.1."""
-        if "weight_decay" in self.fixed:
+    def decays(self) -> dict:
+        """Return AdamW's and Muon's weight decay, by rates and steps, 0.1 to 0.8. With them
+        matrices forget a text in 0.8 epochs, or in 8 / epochs below ten. With init_from both are
+        0.1."""
+        config = self.config
+        if config.weight_decay is not None:
             return {}
-        if self.config.init_from != "scratch":
+        if config.init_from != "scratch":
             return {"weight_decay": 0.1, "muon_decay": 0.1}
-        steps_of_epoch = self.train_tokens / tokens_per_step(fields)
-        epochs = fields["max_iters"] / steps_of_epoch
+        steps_of_epoch = self.train_tokens / tokens_per_step(config)
+        epochs = config.max_iters / steps_of_epoch
         steps = max(0.8, 8 / epochs) * steps_of_epoch
-        adamw_rate, muon_rate = peak_rates(fields["n_embd"], self.config.optimizer)
 
         def decay(rate):
-            return round(min(max(1 / (steps * rate), 0.1), 0.8), 2)
+            return round(min(max(1 / max(1, steps * rate), 0.1), 0.8), 2)
 
-        return {
-            "weight_decay": decay(fields.get("learning_rate") or adamw_rate),
-            "muon_decay": decay(fields.get("muon_lr") or muon_rate),
-        }
+        return {"weight_decay": decay(config.learning_rate), "muon_decay": decay(config.muon_lr)}
 
-    def parameters(self, fields: dict) -> int:
-        """Return about how many parameters a GPT with these fields has."""
-        width = fields["n_embd"]
-        return 12 * fields["n_layer"] * width**2 + width * self.vocab_size
+    def parameters(self, config) -> int:
+        """Return about how many parameters a GPT of this configuration has."""
+        width = config.n_embd
+        return 12 * config.n_layer * width**2 + width * self.vocab_size
 
     def enough_tokens(self, n_parameters: int) -> float:
         """Return how many tokens a model should see: 1.5 per parameter. If the text is short, four
@@ -294,21 +289,20 @@ class Planner:
         spent = self.processes.all_reduce_max(round(1e6 * spent)) / 1e6
         return 60 * self.config.minutes - spent - self.compiling
 
-    def time_step(self, fields: dict) -> float:
-        """Return the mean seconds of a step with these fields, infinity without enough memory."""
+    def time_step(self, config) -> float:
+        """Return the mean seconds of a step, infinity without enough memory."""
         try:
-            return self.measure_step(fields)
+            return self.measure_step(config)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
         torch.compiler.reset()  # or the next shape would be compiled for all shapes
         return math.inf
 
-    def measure_step(self, fields: dict) -> float:
-        """Return the mean seconds of at most 20 steps with these fields, after the first one."""
-        candidate = copy.copy(self.config)
-        any_will_do = {"max_iters": 1, "weight_decay": 0.1}  # they change no step's time
-        fill_in(candidate, fields | any_will_do)
+    def measure_step(self, config) -> float:
+        """Return the mean seconds of at most 20 steps of a configuration, after the first one."""
+        candidate = copy.copy(config)
+        fill_in(candidate, {"max_iters": 1, "weight_decay": 0.1})  # they change no step's time
         batch = self.data.batch(candidate, 0, self.processes)
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
         limit = min(1.5 * self.config.minutes, 3.75)  # seconds: four times are a tenth of all
@@ -361,7 +355,7 @@ def plan_run(config, longest: float, set_up, processes):
     """Plan the fields that are None for a run of config.minutes, and print the plan."""
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
     planner = Planner(config, data, longest, set_up, processes)
-    fill_in(config, planner.plan())
+    planner.plan()
 
     def listed(*names):
         values = {name: getattr(config, name) for name in names}
@@ -400,7 +394,7 @@ class Clock:
         self.eval_tokens = data.val_targets
         self.all_tokens = len(data.val) - 1  # of the last evaluation, if it covers the whole split
         self.n_parameters = sum(p.numel() for p in model.parameters())
-        self.most = most_steps(vars(config), data.n_tokens)
+        self.most = most_steps(config, data.n_tokens)
         self.good_epochs = GOOD_EPOCHS
         self.first_step = progress.step
         self.last_look = 0.0
@@ -418,7 +412,7 @@ class Clock:
 
     def evaluation_time(self) -> float:
         """Return the seconds of an evaluation with its checkpoint."""
-        expected = evaluation_time(vars(self.config), self.step_time(), self.eval_tokens)
+        expected = evaluation_time(self.config, self.step_time(), self.eval_tokens)
         return self.evaluation or expected + saving_time(self.n_parameters)
 
     def left(self, step: int, last: int) -> float:
@@ -427,7 +421,7 @@ class Clock:
         n_evaluations = math.ceil(last / interval) - step // interval
         seconds = (last - step) * self.step_time() + n_evaluations * self.evaluation_time()
         if self.config.eval_tokens == -1:  # the last one covers the whole split
-            seconds += evaluation_time(vars(self.config), self.step_time(), self.all_tokens)
+            seconds += evaluation_time(self.config, self.step_time(), self.all_tokens)
         return seconds
 
     def look(self, step: int) -> bool:

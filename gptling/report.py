@@ -57,7 +57,7 @@ class Report:
     def header(self, model, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
         config = self.config
-        tokens = tokens_per_step(vars(config))
+        tokens = tokens_per_step(config)
         epochs = config.max_iters * tokens / data.n_tokens
         size = f"{self.n_parameters:,} parameters"
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -122,7 +122,7 @@ class Report:
         self.last_time = now
         self.step = step
         last = step == self.config.max_iters
-        speed = tokens_per_step(vars(self.config)) / seconds
+        speed = tokens_per_step(self.config) / seconds
         numbers = {name: float(loss) for name, loss in losses.items()}
         for optimizer in optimizers:
             name = "lr" if optimizer is optimizers[0] else f"{type(optimizer).__name__.lower()}_lr"
@@ -218,7 +218,7 @@ class Report:
     def advice(self, data, best_step: int) -> str:
         """Return how often the text was seen, and if more of it or more time would help."""
         megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
-        epochs = self.progress.step * tokens_per_step(vars(self.config)) / data.n_tokens
+        epochs = self.progress.step * tokens_per_step(self.config) / data.n_tokens
         if self.progress.step >= self.clock.most:
             hint = "More text would help now, more time would not."
         elif epochs < self.clock.good_epochs:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptling.dataset import Dataset, get_sequences, micro_batches
+from gptling.dataset import Dataset, get_sequences
 from gptling.files import UserError
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from tests.conftest import one_process, small
@@ -37,7 +37,7 @@ def write_data(name, train, val, tokenizer=AB):
 
 def visited(shards, config, steps):
     """The first tokens of all sequences of these steps, in order."""
-    return [int(x[0]) for step in steps for x in get_sequences(shards, config, step)]
+    return [int(x[0]) for step in steps for x in get_sequences(shards, config, step)[0]]
 
 
 @pytest.mark.parametrize("lengths", [[1000], [17], [33], [500, 20, 5, 300], [170]])
@@ -67,7 +67,7 @@ def test_micro_batches_are_in_order_and_targets_are_the_next_tokens_and_a_copy(h
         assert x.shape == y.shape == (5, 16) and x.dtype == torch.int64
         assert torch.equal(y, (x + 1) % 251) and torch.equal(x[:, 1:], y[:, :-1])
         y[:, ::2] = -100
-        assert torch.equal(x, get_sequences(data.train, config, 7, micro_step)[:, :-1])
+        assert torch.equal(x, get_sequences(data.train, config, 7)[micro_step, :, :-1])
     assert micro_step == 2
 
 
@@ -76,7 +76,7 @@ def test_a_batch_is_a_function_of_seed_and_step():
     later = get_sequences(shards, config, 1000)
     assert torch.equal(get_sequences(shards, config, 1000), later)
     other = get_sequences(shards, dataclasses.replace(config, seed=1), 1000)
-    starts, others = later[:, 0], other[:, 0]
+    starts, others = later[0, :, 0], other[0, :, 0]
     assert not torch.equal(starts // 16, others // 16)  # another order
     assert starts[0] % 16 != others[0] % 16  # and other cuts
 
@@ -85,9 +85,9 @@ def test_a_step_has_the_same_sequences_however_it_is_cut():
     shards, whole = [np.arange(50_000)], small(block_size=16, batch_size=12)
     for n, processes, step in itertools.product((1, 3, 6, 12), (1, 2, 4), (0, 7, 300)):
         config = small(block_size=16, batch_size=12 // n, gradient_accumulation_steps=n)
-        places = itertools.product(range(micro_batches(config, processes)[1]), range(processes))
-        parts = [get_sequences(shards, config, step, m, rank, processes) for m, rank in places]
-        assert torch.equal(torch.cat(parts), get_sequences(shards, whole, step))
+        parts = [get_sequences(shards, config, step, rank, processes) for rank in range(processes)]
+        in_order = torch.stack(parts, dim=1).flatten(0, 2)  # by micro-batch, rank and row
+        assert torch.equal(in_order, get_sequences(shards, whole, step)[0])
 
 
 # ---------------------------------------------------------------- validation

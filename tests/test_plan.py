@@ -1,6 +1,7 @@
 """--minutes: plans for simulated machines, the time of a step, and real planned runs."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import gptling.plan
-from gptling.plan import Clock, Planner, eval_part, fill_in, tokens_per_step
+from gptling.plan import Clock, Planner, eval_part, tokens_per_step
 from gptling.run import Progress
 from tests.conftest import ROOT, one_process, read_log, run_here, run_script, small
 from tests.test_processes import finish, torchrun
@@ -42,26 +43,26 @@ class Simulator(Planner):
         self.can_vary = self.vocab_size > 100
 
     def plan(self):
-        fill_in(self.config, super().plan())
-        return vars(self.config)
+        super().plan()
+        return self.config
 
     def seconds_left(self):
         return self.left
 
-    def seconds_of_step(self, fields):
+    def seconds_of_step(self, config):
         if self.steps:
-            return self.steps[fields["n_embd"]] * tokens_per_step(fields) / 2048
-        step = 6 * self.parameters(fields) * tokens_per_step(fields) / self.flops
-        return step * (1.4 if fields["dropout"] else 1)
+            return self.steps[config.n_embd] * tokens_per_step(config) / 2048
+        step = 6 * self.parameters(config) * tokens_per_step(config) / self.flops
+        return step * (1.4 if config.dropout else 1)
 
-    def time_step(self, fields):
-        self.timed.append(fields)
-        self.left -= 5 * self.seconds_of_step(fields)
-        return self.seconds_of_step(fields)
+    def time_step(self, config):
+        self.timed.append(config)
+        self.left -= 5 * self.seconds_of_step(config)
+        return self.seconds_of_step(config)
 
 
-def tokens_seen(fields):
-    return fields["max_iters"] * tokens_per_step(fields)
+def tokens_seen(config):
+    return config.max_iters * tokens_per_step(config)
 
 
 FIELDS = "n_layer n_head n_embd dropout bpe_dropout muon_decay weight_decay block_size batch_size "
@@ -93,12 +94,12 @@ PLANS = [
 @pytest.mark.parametrize("data, minutes, options, numbers", PLANS)
 def test_plans_are_those_that_were_stored(data, minutes, options, numbers):
     """They follow from the rules in docs/minutes.md on a machine of 1e11 FLOPs a second."""
-    fields = Simulator(data, minutes, **options).plan()
-    plan = [fields[name] for name in FIELDS.split()]
+    config = Simulator(data, minutes, **options).plan()
+    plan = [getattr(config, name) for name in FIELDS.split()]
     numbers = [float(number) for number in numbers.split()]
     assert plan == pytest.approx(numbers, rel=1e-4)
-    assert fields["warmup_iters"] == math.ceil(fields["max_iters"] / 50)
-    assert fields["min_lr"] == pytest.approx(fields["learning_rate"] / 100)
+    assert config.warmup_iters == math.ceil(config.max_iters / 50)
+    assert config.min_lr == pytest.approx(config.learning_rate / 100)
 
 
 @pytest.mark.parametrize("data", [BOOK, BOOKS])
@@ -107,9 +108,9 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(data
     start, sizes, seen = {"minutes": 2, "flops": 1e11}, [], []
     for n in range(16):
         planner = Simulator(data, **start | {of: start[of] * 1.7**n})
-        fields = planner.plan()
-        sizes.append(planner.parameters(fields))
-        seen.append(tokens_seen(fields))
+        config = planner.plan()
+        sizes.append(planner.parameters(config))
+        seen.append(tokens_seen(config))
         epochs = max(4, 1.5 * math.sqrt(sizes[-1] / data.n_tokens))
         assert n == 15 or seen[-1] > 0.75 * min(1.5 * sizes[-1], epochs * data.n_tokens)
         assert seen[-1] <= 16 * data.n_tokens
@@ -129,17 +130,17 @@ TIMES += [
 @pytest.mark.parametrize("data, minutes, options", TIMES)
 def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, minutes, options):
     planner = Simulator(data, minutes, **options)
-    fields = planner.plan()
-    step = planner.seconds_of_step(fields)
-    n = math.ceil(fields["max_iters"] / fields["eval_interval"])
-    tokens = eval_part(fields) or len(data.val)
-    evaluating = tokens * step / tokens_per_step(fields) / 3  # without a backward pass
-    saving = max(0.4, planner.parameters(fields) / 1e7)
-    spent = 60 * minutes - planner.left + fields["max_iters"] * step + n * (evaluating + saving)
-    if fields["eval_tokens"] == -1:  # the last one covers the whole split
-        spent += len(data.val) * step / tokens_per_step(fields) / 3
+    config = planner.plan()
+    step = planner.seconds_of_step(config)
+    n = math.ceil(config.max_iters / config.eval_interval)
+    tokens = eval_part(config) or len(data.val)
+    evaluating = tokens * step / tokens_per_step(config) / 3  # without a backward pass
+    saving = max(0.4, planner.parameters(config) / 1e7)
+    spent = 60 * minutes - planner.left + config.max_iters * step + n * (evaluating + saving)
+    if config.eval_tokens == -1:  # the last one covers the whole split
+        spent += len(data.val) * step / tokens_per_step(config) / 3
     most = 16 * data.n_tokens
-    used_up = tokens_seen(fields) > 0.99 * most
+    used_up = tokens_seen(config) > 0.99 * most
     assert spent < 60 * minutes and planner.overfits == used_up
     assert spent > 0.85 * 60 * minutes - 6 or used_up
     if not options:
@@ -150,11 +151,11 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
 @pytest.mark.parametrize("tokens", [300, 3000, 30_000])
 def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
     planner = Simulator(corpus(tokens, 64), minutes)
-    fields = planner.plan()
-    assert tokens_seen(fields) <= max(16 * tokens, 600 * tokens_per_step(fields))
-    assert planner.parameters(fields) <= max(25 * tokens, 2_600_000)
-    assert fields["weight_decay"] > 0.5 or minutes == 0.5
-    assert fields["block_size"] == min(64, tokens // 10 - 1)
+    config = planner.plan()
+    assert tokens_seen(config) <= max(16 * tokens, 600 * tokens_per_step(config))
+    assert planner.parameters(config) <= max(25 * tokens, 2_600_000)
+    assert config.weight_decay > 0.5 or minutes == 0.5
+    assert config.block_size == min(64, tokens // 10 - 1)
 
 
 def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_little():
@@ -163,7 +164,7 @@ def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_litt
     for of_128, n_embd in {0.098: 128, 0.105: 128, 0.107: 64}.items():
         planner = Simulator(corpus(2_147_393, 8192), 0.8)
         planner.steps = {64: 0.088, 96: 0.115, 128: of_128}
-        assert planner.plan()["n_embd"] == n_embd
+        assert planner.plan().n_embd == n_embd
 
 
 def test_a_larger_model_whose_steps_are_shorter_than_its_size_suggests_is_found():
@@ -172,7 +173,7 @@ def test_a_larger_model_whose_steps_are_shorter_than_its_size_suggests_is_found(
     for minutes, n_embd in {0.97: 192, 0.75: 128}.items():
         planner = Simulator(corpus(317_865, 2048), minutes)
         planner.steps = {128: 0.055, 192: 0.075}
-        assert planner.plan()["n_embd"] == n_embd
+        assert planner.plan().n_embd == n_embd
 
 
 @pytest.mark.parametrize(
@@ -187,12 +188,12 @@ def test_a_larger_model_whose_steps_are_shorter_than_its_size_suggests_is_found(
 )
 def test_what_is_given_stays_and_a_step_is_timed_with_it(fixed):
     planner = Simulator(BOOKS, 2, **fixed)
-    fields = planner.plan()
-    assert fixed.items() <= fields.items()
-    assert (fields["muon_decay"] is None) == ("weight_decay" in fixed)
+    config = planner.plan()
+    assert fixed.items() <= vars(config).items()
+    assert (config.muon_decay is None) == ("weight_decay" in fixed)
     for timed in planner.timed:
-        assert all(timed[name] == fixed[name] for name in timed.keys() & fixed.keys())
-    assert fields["max_iters"] > 10 and fields["n_embd"] % fields["n_head"] == 0
+        assert fixed.items() <= vars(timed).items()
+    assert config.max_iters > 10 and config.n_embd % config.n_head == 0
 
 
 # ------------------------------------------------------------ the time of a step
@@ -250,14 +251,15 @@ def test_a_step_is_all_its_micro_batches_and_an_update(
     optimizers = [Optimizer(model.parameters())]
     compiled = (lambda *batch: model(*batch)) if compiles else model
     planner.set_up, planner.config.minutes = build, minutes
-    fields = {"n_embd": 48, "batch_size": 5, "block_size": 8, "gradient_accumulation_steps": 3}
-    assert planner.time_step(fields) == pytest.approx(seconds) and not planner.busy
+    sizes = {"n_embd": 48, "batch_size": 5, "block_size": 8}
+    candidate = dataclasses.replace(planner.config, **sizes)
+    assert planner.time_step(candidate) == pytest.approx(seconds) and not planner.busy
     assert len(steps) == n_steps and shapes == {(5, 8)} and len(resets) == compiles
     assert planner.compiling == pytest.approx(compiling)
     planner.processes.all_reduce_max = lambda spent: spent + 7_000_000  # another process's
     assert planner.seconds_left() == pytest.approx(60 * minutes - (clock[0] - 33) - compiling)
     planner.share = 0.6  # of a processor has this thread
-    assert planner.time_step(fields) and planner.busy
+    assert planner.time_step(candidate) and planner.busy
 
 
 def test_a_size_that_does_not_fit_into_memory_is_not_planned(planner):
@@ -269,29 +271,29 @@ def test_a_size_that_does_not_fit_into_memory_is_not_planned(planner):
         raise RuntimeError("a bug")
 
     planner.set_up = set_up
-    fields = {"batch_size": 5, "block_size": 8, "gradient_accumulation_steps": 3}
-    assert planner.time_step(fields | {"n_embd": 256}) == math.inf
+    narrow = dataclasses.replace(planner.config, n_embd=64, batch_size=5, block_size=8)
+    assert planner.time_step(dataclasses.replace(narrow, n_embd=256)) == math.inf
     with pytest.raises(RuntimeError, match="a bug"):
-        planner.time_step(fields | {"n_embd": 64})
+        planner.time_step(narrow)
 
 
 @pytest.mark.parametrize("sizes", [{"n_embd": 768}, {"n_layer": 12, "n_embd": 768}])
 def test_a_given_size_is_planned_for_a_text_that_is_too_short_for_it(sizes):
     """As that of --init_from=gpt2 is, or a vocabulary of 50,257 tokens alone."""
-    fields = Simulator(corpus(10_000, 50_257), 5, flops=1e13, **sizes).plan()
-    assert sizes.items() <= fields.items() and fields["max_iters"] > 10
+    config = Simulator(corpus(10_000, 50_257), 5, flops=1e13, **sizes).plan()
+    assert sizes.items() <= vars(config).items() and config.max_iters > 10
 
 
 @pytest.mark.parametrize("room", [64, 128, 256])
 def test_the_largest_size_that_fits_is_planned(room):
     class SmallGPU(Simulator):
-        def time_step(self, fields):
-            fits = fields["n_embd"] <= room and tokens_per_step(fields) <= 4096
-            return super().time_step(fields) if fits else math.inf
+        def time_step(self, config):
+            fits = config.n_embd <= room and tokens_per_step(config) <= 4096
+            return super().time_step(config) if fits else math.inf
 
-    fields = SmallGPU(BOOKS, 100).plan()
-    assert fields["n_embd"] == room and tokens_per_step(fields) <= 4096
-    assert fields["max_iters"] > 1000
+    config = SmallGPU(BOOKS, 100).plan()
+    assert config.n_embd == room and tokens_per_step(config) <= 4096
+    assert config.max_iters > 1000
 
 
 # ------------------------------------------------------------ keeping to the time
