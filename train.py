@@ -217,8 +217,6 @@ def main():
     if config.eval_only:
         metrics = loss.evaluate(parallel, data, config.batch_size, processes, autocast)
         return loss.print_evaluation(source, data, **metrics)
-    if not processes.sharded:
-        loss.check_loss(model, data, config, processes)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
     # What changes while training, besides weights and optimizers. It is saved, and resumed: objects
     # with state_dict() and load_state_dict(), of plain values and tensors.

@@ -1,6 +1,5 @@
-"""The loss over the validation split, and checks that losses can be compared."""
+"""The loss over the validation split, and whether it can be compared with another model's."""
 
-import copy
 import math
 
 import torch
@@ -9,19 +8,6 @@ import torch.nn.functional as F
 from gptling.files import UserError
 
 EVALUATED_AT_ONCE = 4096  # tokens: 0.8 GB of GPT-2's logits
-NOT_CROSS_ENTROPY = (
-    "in eval mode the loss is not the cross-entropy of the logits: it cannot be compared with "
-    "another model's. Put what is of the training loss alone behind `if self.training:`"
-)
-
-
-def copy_of(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model with the same parameters, because a forward pass may change buffers. Sets
-    the random seed: the same dropout."""
-    shared = {id(p): p for p in model.parameters()}
-    trial = copy.deepcopy(model, shared)
-    torch.manual_seed(0)
-    return trial
 
 
 @torch.no_grad()
@@ -34,29 +20,6 @@ def is_cross_entropy(model: torch.nn.Module, idx, targets) -> bool:
     logits = model(idx)[0].float()
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     return torch.allclose(loss.float(), expected, rtol=1e-4)
-
-
-@torch.no_grad()
-def check_loss(model: torch.nn.Module, data, config, processes):
-    """Print a warning if validation would not measure the cross-entropy of the logits, or if the
-    loss is not the mean over the targets that are not -100: sequences would have other weights in
-    other micro-batches. Losses with the targets of one sequence each have the loss of all targets
-    as their mean."""
-    batches = [data.batch(config, step, processes)[0] for step in range(4)]
-    if not is_cross_entropy(copy_of(model).eval(), *batches[0]):
-        print(f"warning: {NOT_CROSS_ENTROPY}")
-    sequences = [inputs[0, :256] for inputs, _ in batches]
-    idx = torch.stack(sequences)  # (4, T)
-
-    def loss(targets):
-        _, parts = objective_and_parts(copy_of(model)(idx, targets))
-        return parts["loss"]
-
-    one = torch.eye(4, dtype=torch.bool, device=idx.device)
-    targets_of_one = [idx.where(row[:, None], -100) for row in one]
-    losses = torch.stack([loss(targets) for targets in targets_of_one])
-    if not torch.allclose(losses.mean(), loss(idx), rtol=5e-6):
-        print("warning: the loss is not a mean over its targets: mask targets in train.py's loop")
 
 
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -109,4 +72,4 @@ def print_evaluation(
     tokens = f"{val_tokens:,} tokens of {data.directory / 'val.npy'}"
     print(f"{losses}, {bits_per_byte:.4f} bits per byte: {name}, over {tokens}")
     if not is_cross_entropy:
-        print(f"warning: {NOT_CROSS_ENTROPY}")
+        print("This is not the cross-entropy of the logits: see GPT.losses")

@@ -76,10 +76,10 @@ class Report:
         print(f"       saved in {config.out_dir}, {machine}\n")
 
     def say(self, *columns: str):
-        """Print a line that begins with the step of the last report."""
+        """Print a line that begins with the number of steps done."""
         self.bar.clear()  # the next step draws it again
         last = str(self.config.max_iters)
-        step = str(self.step).rjust(len(last))
+        step = str(self.progress.step).rjust(len(last))
         print(f"step {step}/{last}", *columns, sep=" | ")
 
     def log(self, **entry):
@@ -163,7 +163,7 @@ class Report:
         if best:
             line += " (best)"
         if "is_cross_entropy" in metrics:
-            line += ", but not the cross-entropy of the logits"
+            line += ", but not the cross-entropy of the logits: see GPT.losses"
         self.say(line)
 
     def sample(self, model, data, seed: int):

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from gptling.decoding import speed_up
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
-from gptling.loss import check_loss, objective_and_parts
+from gptling.loss import objective_and_parts
 from gptling.processes import recompute_activations
 from gptling.run import load_training_state
 from gptling.tokenizers import load_tokenizer
@@ -136,24 +135,15 @@ def results(model, idx, targets):
     return parts, torch.autograd.grad(objective, parameters, materialize_grads=True)
 
 
-def check(model):
-    """As train.py's start does."""
-    batches = [2 * (torch.randint(97, (1, 16)),)]
-    check_loss(model, SimpleNamespace(batch=lambda *_: batches), None, None)
-
-
 # ---------------------------------------------------------------------------- training
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_checks_and_recomputed_blocks_change_no_loss_and_no_gradient(name, capsys):
+def test_recomputed_blocks_change_no_loss_and_no_gradient(name):
     model, (idx, targets) = hacked_model(name), batch()
     plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
     assert set(plain[0]) == {"loss", *HACKS[name].terms}
     model.train()
-    check(model)
-    assert not capsys.readouterr().out
-    torch.testing.assert_close(results(model, idx, targets), plain)
     recompute_activations(model)
     torch.testing.assert_close(results(model, idx, targets), plain)
     with torch.no_grad():
@@ -182,15 +172,6 @@ def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
             if new.grad is not None and new.grad.any():
                 assert not torch.equal(old, new), f"{optimizer} has left {parameter_name}"
             assert new.isfinite().all()
-
-
-def test_a_buffer_that_forward_changes_is_changed_by_training_alone():
-    buffer = '        self.register_buffer("steps", torch.zeros(()))\n'
-    count = "self.steps.add_(1)\n        return self.ln_f(x)"
-    module = edited_module((INIT, buffer + INIT), ("return self.ln_f(x)", count))
-    model = random_model(module).train()
-    check(model)
-    assert not model.steps
 
 
 @torch.no_grad()
@@ -383,9 +364,8 @@ def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     flags = [*TRAIN, *(f"--{field}={value}" for field, value in hack.sizes.items())]
     flags += ["--optimizer=lion"] * (name == "lion")
     said = run(hack.changes, "train", *flags)
-    assert "no mean" not in said
     assert said.count("gptling") == (not hack.gpt2)  # why its checkpoints are not GPT-2s
-    assert ("init_weights: h.0.gate (AdamW), h.1.gate (AdamW)\n" in said) == (name == "gate")
+    assert ("init_weights: h.0.gate, h.1.gate\n" in said) == (name == "gate")
     out = tmp_path / "out"
     shutil.copytree(out / "mine" / "checkpoint-4", out / "again" / "checkpoint-4")
     run(hack.changes, "train", "--out_dir=out/again", "--resume")
@@ -418,22 +398,12 @@ def test_a_term_of_the_loss_is_trained_on_and_logged_beside_the_loss(name, run, 
         assert steps[-1][term] < steps[0][term] - 0.05
 
 
-@pytest.mark.parametrize("mask", ["idx % 3 == 0", "torch.rand(idx.shape) < 0.1"])
-def test_targets_that_forward_masks_are_reported_at_the_start(mask, run):
-    """Those of a micro-batch would weigh more if it has fewer of them."""
-    line = f"        targets = targets.masked_fill(({mask}) & self.training, -100)\n"
-    forward = "        losses = self.losses(logits.flatten(0, 1), targets.flatten())  # (N,)\n"
-    said = run(((forward, line + forward),), "train", *TRAIN, "--dropout=0.2")
-    assert "the loss is not a mean over its targets: mask targets in train.py's loop" in said
-
-
 def test_a_validation_loss_that_is_no_cross_entropy_is_reported(run, tmp_path):
-    """At the start, at each evaluation, in the log, and by --eval_only."""
+    """At each evaluation, in the log, and by --eval_only."""
     term = LOSS, f"{LOSS} + 1e-3 * x.square().mean()"
     said = run((term,), "train", *TRAIN)
-    warning = "warning: in eval mode the loss is not the cross-entropy of the logits"
-    assert said.count(warning) == 1
-    assert said.count("bits per byte (best), but not the cross-entropy of the logits") == 2
+    warning = "not the cross-entropy of the logits: see GPT.losses"
+    assert said.count(warning) == 2
     evaluated = [e for e in read_log(tmp_path / "out" / "mine") if "val_loss" in e]
     assert [e["is_cross_entropy"] for e in evaluated] == [False, False]
     flags = "--dataset=mine", "--eval_only", "--init_from=out/mine"
@@ -477,16 +447,16 @@ def test_further_state_is_saved_and_resumed(run, tmp_path):
     assert metrics[0] == metrics[1] and metrics[0]["average_loss"] != metrics[0]["val_loss"]
 
 
-def test_a_setting_that_the_schedule_changed_is_named_when_it_is_restored(run, tmp_path):
+def test_a_setting_that_the_schedule_changed_is_restored(run, tmp_path):
     """A flag that is given wins."""
     decayed = (LOOP, "        for optimizer in optimizers:\n"
         "            for group in optimizer.param_groups:\n"
         "                group[\"weight_decay\"] *= 0.5\n" + LOOP)  # fmt: skip
-    said, (whole, again) = resumed_and_not(run, (decayed,), tmp_path, 4, "--weight_decay=0.8")
-    assert "weight_decay: 0.8 -> 0.05, as training had changed it" in said and whole == again
+    _, (whole, again) = resumed_and_not(run, (decayed,), tmp_path, 4, "--weight_decay=0.8")
+    assert whole == again
     shutil.rmtree(tmp_path / "out" / "again" / "checkpoint-6")
     said = run((decayed,), "train", "--out_dir=out/again", "--resume", "--weight_decay=100")
-    assert "weight_decay: 0.8 -> 100.0" in said and "as training" not in said
+    assert "weight_decay: 0.8 -> 100.0" in said
     state = load_training_state(tmp_path / "out" / "again" / "checkpoint-6")
     assert state["settings"][0][1][0]["weight_decay"] == 25
 

@@ -113,6 +113,7 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
 
     def lines_of(step, seconds):
         clock[0] += seconds
+        report.progress.step = step
         if not report.due(step):
             return []
         report.training(step, {"loss": 2.34567}, 1.25, ADAMW)
@@ -141,6 +142,7 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
     reported = []
     for step in range(1, 11):
         report.bar.update()
+        report.progress.step = step
         if report.due(step):
             report.training(step, {"loss": 2.34567}, 1.25, ADAMW)
             reported.append(step)
