@@ -84,15 +84,16 @@ def prepare(config: PrepareConfig) -> Path:
     with new_directory(target) as directory:
         corpus = Corpus(config.sources, directory.parent, config.field)
         tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
+        name = tokenizer.name if config.tokenizer == "auto" else config.tokenizer
+        tokenizer = tokenizers.save_tokenizer(tokenizer, directory)  # as training will have it
         encoded = encode_on_all_cores(tokenizer, corpus.texts())
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
             error = f"{target}: too little text to train and validate on: give more text"
             raise UserError("; ".join([error, *corpus.refused[:5]]))
-        tokenizers.save_tokenizer(tokenizer, directory)
         meta = {
             "format": 1,
-            "tokenizer": tokenizer.name if config.tokenizer == "auto" else config.tokenizer,
+            "tokenizer": name,
             "vocab_size": tokenizer.n_vocab,
             "documents": corpus.n_documents,
             "characters": corpus.count["characters"],

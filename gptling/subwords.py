@@ -38,14 +38,14 @@ def split_word(word: str, tokenizer: tiktoken.Encoding, dropout: float, rng: ran
     while True:
         lowest = math.inf
         for i, (left, right) in enumerate(pairwise(tokens)):
-            merged = ranks.get(left + right, math.inf)
-            if merged < lowest and rng.random() >= dropout:
-                lowest = merged
+            rank = ranks.get(left + right, math.inf)
+            if rank < lowest and rng.random() >= dropout:
+                lowest = rank
                 place = i
+                merged = left + right
         if lowest == math.inf:
             return [ranks[token] for token in tokens]
-        pair = tokens[place : place + 2]
-        tokens[place : place + 2] = [b"".join(pair)]
+        tokens[place : place + 2] = [merged]
 
 
 def draw_splits(word: str, count: int, tokenizer: tiktoken.Encoding, dropout: float, rng):

@@ -448,14 +448,15 @@ LOSSY = {
 def test_a_tokenizer_that_changes_the_text_is_one_line(here, monkeypatch, tokenizer):
     """Bits per byte would be those of another text."""
     monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *_: tokenizer)
-    with pytest.raises(UserError, match=r"tokenizer mine changes the text: b'.*' becomes b'"):
+    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda _: tokenizer)
+    with pytest.raises(UserError, match="the tokenizer changes the text"):
         prepare_text("".join(DOCUMENTS))
 
 
-def test_a_tokenizer_of_another_class_is_used_as_it_is_and_has_to_be_stored(here, monkeypatch):
+def test_a_tokenizer_of_another_class_has_to_be_stored(here, monkeypatch):
     by_character = changed_bpe(lambda encode, text: [id for c in text for id in encode(c)])
     monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *_: by_character)
-    with pytest.raises(UserError, match=r"tokenizer\.json of mine gives other tokens"):
+    with pytest.raises(UserError, match=r"tokenizer\.json of mine is read as a plain Encoding"):
         prepare_text(TEXT)
     monkeypatch.setattr(tokenizers, "load_tokenizer", lambda _: by_character)
     assert len(ids_of(prepare_text(TEXT))) == len(TEXT) + 2  # end-of-text
