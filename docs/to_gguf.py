@@ -27,7 +27,7 @@ def main():
     if model_type != "gpt2":
         raise UserError(f"{source}: its architecture is {model_type}, which is not GPT-2's")
     model = load_model(GPT, source)
-    tensors = published_tensors(model, all_biases=True)
+    tensors = published_tensors(model)
     weights = {name: tensor.numpy() for name, tensor in tensors.items()}
     tokenizer = json.loads(tokenizer_to_json(load_tokenizer(source)))
     special = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}

@@ -4,8 +4,8 @@
     model = load(GPT, "my-model")
 
 A model that computes what a GPT-2 computes is stored as transformers' GPT2LMHeadModel. Any other
-has another model_type, so that no program takes it for a GPT-2, and 16 numbers of its logits.
-Loading compares model.py's logits with these, or with those of the GPT-2 that is stored."""
+has another model_type, so that no program takes it for a GPT-2, and its logits after fixed ids.
+Loading compares model.py's with these, or with those of the GPT-2 that is stored."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -36,6 +36,7 @@ GPT2 = {  # options in config.json that model.py computes
     "tie_word_embeddings": True,
 }
 END_OF_TEXT = "<|endoftext|>"
+CHECK = "check.logits"  # beside the tensors of a model that is no GPT-2
 
 
 def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
@@ -79,26 +80,22 @@ def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
     return logits
 
 
-def published_tensors(model: nn.Module, all_biases=False) -> dict[str, torch.Tensor]:
-    """The state dict in the published layout, with shared tensors once, under their first names.
-    all_biases: with zeros for the biases that a GPT-2 has and the model lacks."""
+def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict in the published layout, with shared tensors once, under their first names,
+    and with zeros for the biases that a GPT-2 has and the model lacks."""
     names = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         names.setdefault(tensor, name)
     tensors = {}
     for tensor, name in names.items():
         tensor = tensor.detach()
         tensors[name] = tensor.T if name.endswith(CONV1D) else tensor
-        if all_biases and re.match(r"(h\.|ln).*\.weight$", name):
+        if re.match(r"(h\.|ln).*\.weight$", name):
             bias = name.removesuffix("weight") + "bias"
-            tensors[bias] = tensor.new_zeros(tensors[name].size(-1))  # unless the next is it
+            if bias not in state:
+                tensors[bias] = tensor.new_zeros(tensors[name].size(-1))
     return tensors
-
-
-def means(logits: torch.Tensor) -> torch.Tensor:
-    """Logits (V,) as 16 numbers, each the mean of every 16th of them."""
-    logits = logits.clamp(min=-1e4).cpu()  # some models mask a token with -inf
-    return torch.stack([logits[i % len(logits) :: 16].mean() for i in range(16)])
 
 
 def same(logits: torch.Tensor, expected: torch.Tensor, tolerance=1e-4) -> bool:
@@ -133,11 +130,7 @@ def why_not_gpt2(model, tensors: dict, config) -> tuple[str, torch.Tensor]:
 
 def token_ids(tokenizer_json: str) -> list[int]:
     """The ids that a tokenizer has, given its tokenizer.json as text."""
-    tokenizer = json.loads(tokenizer_json)
-    vocab = tokenizer["model"]["vocab"]
-    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # a Unigram has a list
-    added = [token["id"] for token in tokenizer["added_tokens"]]
-    return [*ids, *added]
+    return [*Tokenizer.from_str(tokenizer_json).get_vocab().values()]
 
 
 def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = None) -> str:
@@ -145,17 +138,15 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     tokenizer.json. Returns why it is not a GPT-2, which config.json says too, or ""."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = published_tensors(model, all_biases=True)
+    tensors = published_tensors(model)
     reason, logits = why_not_gpt2(model, tensors, model.config)
     config = GPT2 | {"architectures": ["GPT2LMHeadModel"]}
-    metadata = {"format": "pt"}
     if reason:
-        tensors = published_tensors(model)
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
-        metadata = {"check": json.dumps(means(logits).tolist())}
+        tensors[CHECK] = logits
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     weights = directory / "model.safetensors"
-    save_file(tensors, weights, metadata)
+    save_file(tensors, weights, {"format": "pt"})
 
     for name, value in asdict(model.config).items():
         config |= dict.fromkeys(HF_NAMES.get(name, [name]), value)
@@ -170,8 +161,7 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
 
 def save_tokenizer_files(tokenizer_json: str, directory: Path, config: dict) -> int | None:
     """Write tokenizer.json, and what transformers reads beside it. Returns end-of-text's id."""
-    added = json.loads(tokenizer_json)["added_tokens"]
-    end_of_text = {token["content"]: token["id"] for token in added}.get(END_OF_TEXT)
+    end_of_text = Tokenizer.from_str(tokenizer_json).token_to_id(END_OF_TEXT)
     names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
     options = dict.fromkeys(names, END_OF_TEXT)
     options["model_max_length"] = config["n_positions"]
@@ -191,19 +181,18 @@ def stored_config(model_class: type, stored: dict):
     return model_class.config_class(**sizes)
 
 
-def read(directory: Path) -> tuple[dict, dict[str, torch.Tensor], list[float]]:
-    """What config.json has, the tensors by their published names, and the check, the means of the
-    logits of a model that is not a GPT-2. Raises ValueError for another GPT-2 than model.py's."""
+def read(directory: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """What config.json has, and the tensors by their published names. Raises ValueError for another
+    GPT-2 than model.py's."""
     stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    with safe_open(directory / "model.safetensors", "pt") as file:
-        check = json.loads((file.metadata() or {}).get("check", "[]"))
-        tensors = {n.removeprefix("transformer."): file.get_tensor(n) for n in file.keys()}
+    tensors = load_file(directory / "model.safetensors")
     if stored.get("model_type") != "gptling":
         other = {key: value for key, value in stored.items() if value != GPT2.get(key, value)}
         if other:
             raise ValueError(f"config.json has {other}, which model.py does not compute")
-        tensors = {n: t.float() for n, t in tensors.items() if not n.endswith(REDUNDANT)}
-    return stored, tensors, check
+        kept = {n: t.float() for n, t in tensors.items() if not n.endswith(REDUNDANT)}
+        tensors = {n.removeprefix("transformer."): t for n, t in kept.items()}
+    return stored, tensors
 
 
 def fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
@@ -211,12 +200,12 @@ def fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
     an asterisk for each number. Raises ValueError for another shape."""
     state = {n: t.T if n.endswith(CONV1D) else t for n, t in tensors.items()}
     try:
-        model.load_state_dict(state, strict=False)
+        missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:  # with a line for each tensor
         raise ValueError(str(error).splitlines()[-1].strip()) from None
-    own = published_tensors(model).keys()
+    own = published_tensors(model).keys() - unexpected  # of shared tensors the first names
     left_over = {name for name in tensors.keys() - own if tensors[name].any()}
-    differing = left_over | (own - tensors.keys())
+    differing = left_over | own.intersection(missing)
     return ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in differing}))
 
 
@@ -225,13 +214,14 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     changes: fields of its config to change, such as dropout=0.1. Prints the tensors that only the
     model or the file has. Raises ValueError for other shapes or options and, unless allow_changed,
     for other logits."""
-    stored, tensors, check = read(Path(directory))
+    stored, tensors = read(Path(directory))
+    check = tensors.pop(CHECK, None)
     config = stored_config(model_class, stored)
     model = model_class(replace(config, **changes))
     differing = fill(model, tensors)
 
     reason, logits = why_not_gpt2(model, tensors, config)
-    unchanged = same(means(logits), torch.tensor(check)) if check else not reason
+    unchanged = not reason if check is None else same(logits, check)
     said = f"tensors in only one: {differing or 'none'}; "
     said += f"logits: {'same' if unchanged else 'other'}"
     if not unchanged and not allow_changed:
