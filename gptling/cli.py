@@ -99,16 +99,16 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     settings = []  # (name, value) of all presets
     while presets and words and words[0][:1] != "-":
         settings += read_preset(words.pop(0)).items()
-    by_preset = [parse_flag(f"--{name}={value}", hints) for name, value in settings]
-    by_flag = [parse_flag(flag, hints) for flag in words]
+    flags = [f"--{name}={value}" for name, value in settings] + words
+    parsed = [parse_flag(flag, hints) for flag in flags]
     config = tyro.cli(
         cls,
-        args=list(chain.from_iterable(words for _, words in by_preset + by_flag)),
+        args=list(chain.from_iterable(words for _, words in parsed)),
         description=description.partition("References:")[0].strip(),
         use_underscores=True,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
     )
-    given = [name for name, _ in reversed(by_preset + by_flag) if name in hints]
+    given = [name for name, _ in reversed(parsed) if name in hints]
     return config, {name: getattr(config, name) for name in given}
 
 

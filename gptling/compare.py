@@ -146,13 +146,11 @@ def steps_in_the_same_time(logs: dict[str, list], n_steps: int) -> dict[str, lis
     """Return how many steps each side has in the time of n_steps of the first one. Each seed has
     its own ratio of times, so that the interval covers their spread."""
     first, *_ = logs.values()
-    times = [n_steps * step_time(log) for log in first]
     steps = {}
     for name, runs in logs.items():
-        steps[name] = []
-        for time, log in zip(times, runs, strict=True):
-            fitting = round(time / step_time(log))
-            steps[name].append(max(1, fitting))
+        pairs = zip(first, runs, strict=True)
+        ratios = [step_time(base) / step_time(log) for base, log in pairs]
+        steps[name] = [max(1, round(n_steps * ratio)) for ratio in ratios]
     return steps
 
 

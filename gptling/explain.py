@@ -22,7 +22,7 @@ def visible(raw: bytes) -> str:
 
 class RecordAttention(TorchFunctionMode):
     """While active, keeps the weights (nh, T, S) of every call of PyTorch's attention for one text:
-    what it gives for the identity matrix as values, without dropout. Rows sum to 1, or to 0."""
+    what it gives for the identity matrix as values. Rows sum to 1, or to 0."""
 
     def __init__(self):
         super().__init__()
@@ -33,10 +33,10 @@ class RecordAttention(TorchFunctionMode):
             self.record(*args, **kwargs or {})
         return func(*args, **kwargs or {})
 
-    def record(self, query, key, value, attn_mask=None, dropout_p=0.0, *more, **options):
+    def record(self, query, key, value, *more, **options):
         one_hot = torch.eye(key.size(-2), dtype=key.dtype)  # (S, S)
         value = one_hot.expand(*key.shape[:-1], -1)  # (1, nh, S, S)
-        y = F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *more, **options)
+        y = F.scaled_dot_product_attention(query, key, value, *more, **options)
         self.weights.append(y.nan_to_num().flatten(0, -3))
 
 

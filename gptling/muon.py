@@ -61,22 +61,22 @@ class Muon(torch.optim.Optimizer):
             weight.add_(update, alpha=-group["lr"] * scale)
 
 
-def orthogonalise(x: Tensor, exact: bool = False, steps: int = 5) -> Tensor:
-    """About U V^T of each x = U S V^T, (n, rows, columns), by steps of Newton-Schulz's iteration,
+def orthogonalise(x: Tensor, exact: bool = False) -> Tensor:
+    """About U V^T of each x = U S V^T, (n, rows, columns), by 5 steps of Newton-Schulz's iteration,
     x = (a + b gram + c gram^2) x, with the Gram matrix x x^T. Several steps are done in that of a
     long x alone (Zhang et al. 2026). Each multiplies rounding errors by a^2 = 12, so it is computed
     again after three steps, of a short x after each. exact: matmuls are in full float32."""
     rows, columns = x.shape[1:]
     if rows > columns:  # the smaller matmul of the two
-        return orthogonalise(x.mT, exact, steps).mT
+        return orthogonalise(x.mT, exact).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     at_once = 5 if exact else 3
     if rows == columns or (rows < 64 and not exact):
         at_once = 1
-    for first in range(0, steps, at_once):
+    for first in range(0, 5, at_once):
         gram = x @ x.mT
         factor = product = newton_schulz_factor(gram)
-        for _ in range(first + 1, min(first + at_once, steps)):
+        for _ in range(first + 1, min(first + at_once, 5)):
             gram = factor @ gram @ factor  # that of product x
             factor = newton_schulz_factor(gram)
             product = factor @ product

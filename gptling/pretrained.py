@@ -27,8 +27,8 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):
-        names = ", ".join(map(str, runs))
-        hint = f'runs: {names or None}. To continue a text: sample.py --prompt "{path}"'
+        names = [*map(str, runs)]
+        hint = f'runs: {names}. To continue a text: sample.py --prompt "{path}"'
         raise UserError(f"{path}: no checkpoint there (a directory with a config.json). {hint}")
     from huggingface_hub import snapshot_download  # tokenizers requires it
 

@@ -7,9 +7,9 @@ import pickle
 import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -97,43 +97,37 @@ def save_training_state(state: dict[str, Any], file: Path):
 
 
 def check_optimizers(model, optimizers: list):
-    """Print which trained parameters init_weights has not drawn. Raises UserError unless each
-    trained parameter is in one optimizer."""
-    owners = {p: [] for p in model.parameters()}
+    """Print which parameters init_weights has not drawn. Raises UserError unless each trained
+    parameter is in one optimizer."""
+    counts = Counter()
     for optimizer in optimizers:
-        for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            owners.setdefault(p, []).append(type(optimizer).__name__)
+        for group in optimizer.param_groups:
+            counts.update(group["params"])
     for name, p in model.named_parameters():
-        if p.requires_grad and len(owners[p]) != 1:
-            error = f"{name} is in {len(owners[p])} optimizers {owners[p]}"
-            raise UserError(f"{error}: configure_optimizers has to give it to one")
-    found = ((name, owners[model.get_parameter(name)]) for name in model.uninitialised)
-    if found := [f"{name} ({', '.join(mine)})" for name, mine in found if mine]:
-        print(f"not drawn by init_weights: {', '.join(found)}")
+        if p.requires_grad and counts[p] != 1:
+            remedy = "configure_optimizers has to give it to one"
+            raise UserError(f"{name} is in {counts[p]} optimizers: {remedy}")
+    if model.uninitialised:
+        print(f"not drawn by init_weights: {', '.join(model.uninitialised)}")
 
 
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
     """Return a run's saved configuration with the flags that were given, and print what changes.
     Raises UserError for a flag that would make it a different run."""
-    settings = {}
-    names = {field.name for field in fields(config)}
-    for name, value in saved.items():
+    settings = dict(vars(config))
+    for name, value in (saved | given).items():
+        before = saved.get(name, "not set")
         if name in START_FLAGS:
             continue
-        if name in names:
-            settings[name] = value
-        else:
+        if name not in settings:
             print(f"{name}: {value} in the run, unknown to this code")
-    changes = {}
-    for name, value in given.items():
-        if name in START_FLAGS or value == settings.get(name):
             continue
-        before = settings.get(name, "not set")
-        if name in fixed:
-            raise UserError(f"--{name}={value}: the run has {before}; give another --out_dir")
-        print(f"{name}: {before} -> {value}")
-        changes[name] = value
-    return type(config)(**vars(config) | settings | changes)
+        if value != before:
+            if name in fixed:
+                raise UserError(f"--{name}={value}: the run has {before}; give another --out_dir")
+            print(f"{name}: {before} -> {value}")
+        settings[name] = value
+    return type(config)(**settings)
 
 
 class RunDirectory:
@@ -169,7 +163,7 @@ class RunDirectory:
         self, config: Any, model, optimizers: list, stateful: dict, state: dict
     ) -> Progress:
         """Load the state of a resumed run's optimizers and of what is in `stateful`, and print
-        which code is not the run's. What has another class or is new starts without a state.
+        which code is not the run's. What has another class or is new begins without a state.
         Return how far the run is. Raises UserError unless each trained parameter is in one
         optimizer."""
         check_optimizers(model, optimizers)
@@ -190,9 +184,7 @@ class RunDirectory:
                 load_state(optimizer, model, its_state, first, last)
         for name, thing in stateful.items():
             now, before = thing.state_dict(), state["stateful"].get(name)
-            if before is None:
-                print(f"{name}: not in that checkpoint, begins here")
-            elif before:  # a GradScaler's is empty for another dtype
+            if before:  # a GradScaler's is empty for another dtype
                 thing.load_state_dict({k: like(value, now.get(k)) for k, value in before.items()})
         return state["progress"]
 
@@ -281,16 +273,13 @@ def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
 
 def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state, first, last):
     """Load what full_state returned, in its dtypes: Optimizer.load_state_dict would cast it. And
-    the settings that training had changed from `first` to `last`, but for those that the flags or
-    the code set to another value now."""
+    the settings that training had changed from `first` to `last`, such as the rate, but for those
+    that the flags or the code set to another value now."""
     for name, parameter in model.named_parameters():
         if name in state:
             place = partial(shard, like=parameter)
             optimizer.state[parameter] = tree_map_only(torch.Tensor, place, state[name])
     for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
         for name, value in after.items():
-            if name == "lr":
-                group["lr"] = value
-            elif value != before.get(name) and group.get(name) == before.get(name):
-                print(f"{name}: {group.get(name)} -> {value}, as training had changed it")
+            if value != before.get(name) and group.get(name) == before.get(name):
                 group[name] = value
