@@ -166,6 +166,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     if device == "cpu":
         devices.keep_freed_memory()
         devices.use_float32_attention(model)
+        devices.use_fast_dropout()
     if config.recompute:
         recompute_activations(model)
     parallel = processes.wrap(model, config.fsdp, dtype)  # gradients: the mean of all processes

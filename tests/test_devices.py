@@ -1,5 +1,6 @@
 """The machine: devices and dtypes, attention of bfloat16 on a CPU, waiting threads, peaks."""
 
+import math
 import os
 import runpy
 import subprocess
@@ -110,3 +111,35 @@ def test_how_threads_wait_is_chosen_before_pytorch_is_imported(script):
 def test_scripts_start_without_pytorchs_compiler():
     code = "import sys, sample, train; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fast_dropout_draws_each_number_by_itself_and_from_the_seed(dropout, dtype):
+    devices.use_fast_dropout()
+    x = torch.ones(1000, 401, dtype=dtype)[:, 1:]  # 400,000 numbers
+
+    def drop(seed):
+        torch.manual_seed(seed)
+        return F.dropout(x, dropout)
+
+    y = drop(1)
+    assert torch.equal(y, drop(1)) and not torch.equal(y, drop(2))
+    assert torch.equal(y.unique(), torch.tensor([0, 1 / (1 - dropout)], dtype=dtype))
+    dropped = (y == 0).flatten().double()
+    sigma = math.sqrt(dropout * (1 - dropout) / len(dropped))
+    assert dropped.mean() == pytest.approx(dropout, abs=4 * sigma)
+    for distance in (1, 2, 3, 4, 5, 400):
+        both = (dropped[distance:] * dropped[:-distance]).mean()
+        assert both == pytest.approx(dropout**2, abs=4 * dropout / math.sqrt(len(dropped)))
+    q = torch.randn(1, 2, 50, 8)
+    masked = F.scaled_dot_product_attention(q, q, torch.eye(50).expand(1, 2, 50, 50), None, dropout)
+    assert (masked == 0).double().mean() == pytest.approx(dropout, abs=0.03)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 1 - 1e-9, 1.0])
+def test_fast_dropout_of_all_or_nothing_is_exact(p):
+    devices.use_fast_dropout()
+    assert torch.equal(
+        torch.empty(7, 100_000).bernoulli_(p), torch.full((7, 100_000), round(p)).float()
+    )
