@@ -288,7 +288,6 @@ def grouped(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]
 def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple[str, str]]):
     """Yield (split, ids) for each (split, text), in order, with a bounded amount of text in memory.
     Raises UserError if the tokens of "val" are not its text: bits per byte would be wrong."""
-
     local = threading.local()
     sizes = bytes_per_token(tokenizer)
 

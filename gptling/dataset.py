@@ -91,9 +91,9 @@ class Dataset:
         return batches
 
     def validation_batches(self, batch_size: int, processes) -> Iterator[tuple]:
-        """Yield (inputs, targets) of this process's share of the validation sequences. A
-        shorter sequence ends in targets of -100, and a process without a sequence has one of these
-        alone: all have the same number of batches, as FSDP needs."""
+        """Yield (inputs, targets) of this process's share of the validation sequences. A shorter
+        sequence ends in targets of -100, and a process without a sequence has one of these alone:
+        all have the same number of batches, as FSDP needs."""
         length = self.block_size + 1
         stride = batch_size * processes.world_size
         for i in range(0, len(self.val_starts), stride):
