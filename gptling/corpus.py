@@ -295,9 +295,8 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple[str,
         local.tokenizer = copy.copy(tokenizer)  # threads that share one wait for each other
 
     def is_changed(ids, text):
-        if sizes[ids].sum() != len(text.encode()):
-            return True
-        return tokenizer.decode(ids.tolist()) != text
+        n_bytes = sizes[ids].sum()  # of special tokens none
+        return n_bytes != len(text.encode()) or tokenizer.decode(ids.tolist()) != text
 
     def encode_group(group):  # tiktoken releases the interpreter's lock
         encoded = []
