@@ -23,7 +23,7 @@ from statistics import mean, stdev
 
 import tyro
 
-from gptling.cli import Empty, load, progress_bar, run
+from gptling.cli import Empty, load, run
 from gptling.files import UserError, lock_directory
 
 OUT = Path("out/compare")
@@ -45,24 +45,14 @@ class CompareConfig:
 
 
 def execute(*command: str | Path) -> str:
-    """Run a program and return the last line that it prints. A terminal shows the newest one. If
-    the program fails, exit with its last lines."""
+    """Run a program and return the last line that it prints. If it fails, exit with its last lines.
+    git works on an index in out/compare: yours stays as it is."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
-    options["env"] = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}  # yours stays as it is
-    bar = progress_bar(1, bar_format="{desc}{bar}")  # which cuts a line to the terminal's width
-    lines = [""]
-    with subprocess.Popen(command, **options) as process:
-        try:
-            for line in process.stdout:
-                lines.append(line)
-                bar.set_description_str(line.strip())
-        except (KeyboardInterrupt, SystemExit):
-            process.kill()
-            print("\nFinished runs are kept. The same command continues.")
-            raise
-    bar.close()
+    options["env"] = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}
+    process = subprocess.run(command, **options)
+    lines = process.stdout.splitlines() or [""]
     if process.returncode:
-        sys.exit(f"{shlex.join(map(str, command))}:\n{''.join(lines[-20:])}")
+        sys.exit("\n".join([f"{shlex.join(map(str, command))}:", *lines[-20:]]))
     return lines[-1].strip()
 
 
@@ -98,9 +88,9 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
     return sides
 
 
-def train(side: Side, seed: int, steps: int, left: float) -> list[dict]:
+def train(side: Side, seed: int, steps: int) -> list[dict]:
     """Train by the side's own train.py and return the log. It is kept, and returned again if the
-    code, the flags, the presets and all prepared data are the same. left: seconds, to print."""
+    code, the flags, the presets and all prepared data are the same."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
     files = [path for path in map(Path, flags) if path.is_file()]
     files += sorted(Path("data").glob("*/meta.json"))
@@ -109,8 +99,7 @@ def train(side: Side, seed: int, steps: int, left: float) -> list[dict]:
     digest = hashlib.sha256(key.encode()).hexdigest()
     finished = OUT / f"{digest}.jsonl"
     if not finished.exists():
-        remaining = f", about {math.ceil(left / 60)} min left" if left else ""
-        print(f"seed {seed}: {side.name}, {steps} steps{remaining}")
+        print(f"seed {seed}: {side.name}, {steps} steps")
         folder = OUT / side.name
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
@@ -119,20 +108,14 @@ def train(side: Side, seed: int, steps: int, left: float) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def train_all(sides: list[Side], steps: dict[str, list[int]], seconds: set[float]) -> dict:
+def train_all(sides: list[Side], steps: dict[str, list[int]]) -> dict[str, list]:
     """Train each side with each seed, and return {side: [log of seed 1, log of seed 2, ...]}.
-    steps: in the same order, {side: [500, 500, ...]}; seconds: of all finished runs. A run that is
-    read again adds nothing."""
+    steps: in the same order, {side: [500, 500, ...]}."""
     logs = {name: [] for name in steps}
-    n_seeds = len(steps[sides[0].name])
-    n_runs = n_seeds * (2 * len(sides) - 1)  # for both questions. The first side's are read again
-    for i in range(n_seeds):
+    for i in range(len(steps[sides[0].name])):
         for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
-            n_left = n_runs - len(seconds)
-            left = n_left * mean(seconds or [0.0])
-            log = train(side, i + 1, steps[side.name][i], left)
+            log = train(side, i + 1, steps[side.name][i])
             logs[side.name].append(log)
-            seconds.add(log[-1]["seconds"])
     return logs
 
 
@@ -188,7 +171,7 @@ def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
         differences = [loss - before for before, loss in pairs]
         verdict = judge(differences, steps[name])
         for side in (first, name):
-            if "is_cross_entropy" in logs[side][0][-1]:
+            if not logs[side][0][-1].get("is_cross_entropy", True):  # older code has no True
                 verdict = f"no answer: the loss of {side} is not the cross-entropy of its logits"
         print(f"{name} against {first} {question}: {verdict}")
 
@@ -203,14 +186,13 @@ def main():
     first = sides[0]
     script = OUT / first.name / "steps.py"
     n_steps = int(execute(sys.executable, script, *first.flags))
-    seconds = set()
 
     steps = {side.name: [n_steps] * config.seeds for side in sides}
-    logs = train_all(sides, steps, seconds)
+    logs = train_all(sides, steps)
     report(logs, steps, f"after {n_steps} steps")
 
     steps = steps_in_the_same_time(logs, n_steps)
-    logs = train_all(sides, steps, seconds)
+    logs = train_all(sides, steps)
     report(logs, steps, f"in the time of {n_steps} steps")
 
 
