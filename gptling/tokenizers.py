@@ -95,8 +95,8 @@ def characters_of(texts: Iterable[str]) -> list[bytes]:
 
 
 def choose_size(sample: list[str], n_bytes: int) -> int:
-    """Return the size of a BPE for a text of n_bytes, or 0 for characters. It grows with the text
-    and with the merges that the characters of the sample need."""
+    """Return the vocabulary size of a BPE for a text of n_bytes, or 0 for characters: 512 for
+    100 kB, 2048 for 1 MB. A character of several bytes needs a merge for each byte but one."""
     if n_bytes < 50_000:  # the numbers are fitted: docs/minutes.md
         return 0
     size = 20 * n_bytes ** (1 / 3) if n_bytes >= 500_000 else 512
@@ -119,33 +119,41 @@ def train_bpe(sample: list[str], size: int) -> tiktoken.Encoding:
     return to_tiktoken("bpe", BPE_PATTERN, bpe)
 
 
+def from_tokens(name: str, tokens: list[bytes], end_of_text: bool, pattern=ANY_CHARACTER):
+    """A tokenizer with these tokens. The pattern cuts a text into single characters."""
+    ranks = {token: i for i, token in enumerate(tokens)}
+    special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+def published_tokenizer(name: str) -> tiktoken.Encoding:
+    """One of tiktoken's own. Raises UserError."""
+    try:
+        return tiktoken.get_encoding(name)
+    except OSError as error:  # of the download
+        remedy = "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has"
+        raise UserError(f"--tokenizer={name}: {remedy} {error.request.url}") from None
+    except ValueError as error:
+        remedy = f"give one of {TOKENIZERS}, gpt2 or a directory"
+        raise UserError(f"--tokenizer={name}: {remedy}: {error}") from None
+
+
 def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_text=True):
     """Make one of TOKENIZERS from the texts, or get one of tiktoken's. Raises UserError."""
-    size = vocab_size or 4096
     if kind in ("auto", "bpe"):
         sample, n_bytes = draw_sample(texts)
-        if kind == "auto" and not vocab_size:
-            size = choose_size(sample, n_bytes)
-        kind = "bpe" if size else "char"
-        texts = sample
-    if kind == "bpe":
-        tokenizer = train_bpe(sample, size)
-    elif kind in TOKENIZERS:
-        tokens = characters_of(texts) if kind == "char" else [bytes([i]) for i in range(256)]
-        ranks = {token: i for i, token in enumerate(tokens)}
-        special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
-        tokenizer = tiktoken.Encoding(
-            kind, pat_str=ANY_CHARACTER, mergeable_ranks=ranks, special_tokens=special
-        )
+        usual = choose_size(sample, n_bytes) if kind == "auto" else 4096
+        size = vocab_size or usual
+        if size:
+            tokenizer = train_bpe(sample, size)
+        else:
+            tokenizer = from_tokens("char", characters_of(sample), end_of_text)
+    elif kind == "char":
+        tokenizer = from_tokens(kind, characters_of(texts), end_of_text)
+    elif kind == "byte":
+        tokenizer = from_tokens(kind, [bytes([i]) for i in range(256)], end_of_text)
     else:
-        try:
-            tokenizer = tiktoken.get_encoding(kind)
-        except OSError as error:  # of the download
-            remedy = "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has"
-            raise UserError(f"--tokenizer={kind}: {remedy} {error.request.url}") from None
-        except ValueError as error:
-            remedy = f"give one of {TOKENIZERS}, gpt2 or a directory"
-            raise UserError(f"--tokenizer={kind}: {remedy}: {error}") from None
+        tokenizer = published_tokenizer(kind)
     if vocab_size not in (0, tokenizer.n_vocab):
         remedy = f"give {tokenizer.n_vocab}, or more text for a bpe"
         raise UserError(f"--vocab_size={vocab_size}: {remedy}")
@@ -180,7 +188,8 @@ def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=())
     plain = text
     for token in special:
         plain = plain.replace(token, "")
-    for character in () if has_all_bytes(tokenizer) else sorted(set(plain)):
+    characters = set() if has_all_bytes(tokenizer) else set(plain)
+    for character in sorted(characters):
         if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
             raise UserError(f"{what}: the tokenizer lacks {character!r} (U+{ord(character):04X})")
     return tokenizer.encode_to_numpy(text, allowed_special=set(special), disallowed_special=())
@@ -205,7 +214,8 @@ def tokenizer_to_json(tokenizer: tiktoken.Encoding) -> str:
             if token[:i] in ranks and token[i:] in ranks:
                 merges.append((letters[:i], letters[i:]))
     stored = Tokenizer(models.BPE(vocab | special, merges, ignore_merges=True))
-    # Hugging Face's engine would repeat {1,3}+, which is possessive for tiktoken: nothing follows.
+    # "{1,3}+" is possessive for tiktoken, and for Hugging Face's engine any number of repetitions.
+    # "{1,3}" is the same as the first, since nothing in its branch of the pattern follows it.
     pattern = re.sub(r"(\{\d+,\d+\})\+", r"\1", tokenizer._pat_str)
     stored.pre_tokenizer = byte_level(pattern)
     stored.decoder = decoders.ByteLevel()
