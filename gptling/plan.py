@@ -9,6 +9,7 @@ import bisect
 import copy
 import math
 import statistics
+import textwrap
 import time
 
 import torch
@@ -29,7 +30,7 @@ SHORT_TEXT_STEPS = 600
 VARIED_STEPS = 1200  # with bpe_dropout
 FINE_TUNING_EPOCHS = 6  # of --init_from
 FINE_TUNING_STEPS = 100
-# The largest model has so many parameters per token of the text, or so many.
+# The largest model has so many parameters per token of the text, or so many: the larger of the two.
 PARAMETERS_PER_TOKEN = 25
 SHORT_TEXT_PARAMETERS = 2_600_000
 # See Planner.regularisation.
@@ -39,7 +40,7 @@ BPE_DROPOUT_EPOCHS = 8
 MORE_MOMENTUM_STEPS = 900  # from here on Muon's momentum is 0.95
 EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
-SAVING = 0.4  # seconds of a checkpoint and its sample: this or the next, if that is more
+SAVING = 0.4  # seconds of a checkpoint and its sample, at least, and a reserve at the end
 SAVING_PER_PARAMETER = 1e-7
 
 
@@ -117,7 +118,6 @@ class Planner:
         self.longest = min(longest, data.longest)
         self.can_vary = has_merges(data.tokenizer) and config.init_from == "scratch"  # the tokens
         self.compiling = 0.0  # seconds
-        self.overfits = False  # with all of the time
         self.busy = False  # whether other programs compute now
 
     def plan(self):
@@ -131,7 +131,7 @@ class Planner:
             return self.configuration(config.n_layer, config.n_embd, tokens)
 
         planned = in_time(candidate)
-        if planned.bpe_dropout:  # more epochs are worth their time
+        if planned.bpe_dropout:  # then more steps are allowed (most_steps), with other batches
             planned = in_time(planned)
         if planned != candidate:
             its_step = self.time_step(planned)
@@ -150,7 +150,7 @@ class Planner:
         seconds = max(1.0, self.seconds_left())
         measured = {}  # seconds of a token, by a candidate's index
         n_fitting = len(candidates)  # that fit into the memory, as far as measured
-        base = 0  # the last measured one that fits
+        base = 0  # the last measured one that fits: estimates are relative to it
         i = 0 if self.config.n_embd else min(2, len(candidates) - 1)
         while i not in measured:
             measured[i] = self.time_step(candidates[i]) / tokens_per_step(candidates[i])
@@ -166,7 +166,8 @@ class Planner:
                 if seconds / measured.get(j, estimate) >= self.enough_tokens(size):
                     best = j
             i = best
-        # A larger one that is hardly slower is better: bfloat16 pays from a width of 128 on.
+        # A larger one that is hardly slower than the best is better: bfloat16 pays from a width of
+        # 128 on.
         i = max(j for j in measured if measured[j] <= 1.2 * measured[i])
         return candidates[i], measured[i] * tokens_per_step(candidates[i])
 
@@ -187,14 +188,14 @@ class Planner:
         config = copy.copy(self.config)
         set_missing(config, n_layer=n_layer, n_embd=n_embd)
         tokens = tokens or self.enough_tokens(self.parameters(config))
-        counted = min(tokens, GOOD_EPOCHS * self.train_tokens)  # for the sequence and the batch
-        block_size = nearest_power_of_two(max(64, counted**0.6 / 72))
+        useful = min(tokens, GOOD_EPOCHS * self.train_tokens)  # later epochs teach less
+        block_size = nearest_power_of_two(max(64, useful**0.6 / 72))
         set_missing(config, block_size=min(1024, block_size, self.longest))
         width = config.n_embd
         heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
         set_missing(config, n_head=next(n for n in heads if width % n == 0))
         if config.batch_size is None:
-            self.set_batch(config, max(1024, 9.3 * counted**0.383))
+            self.set_batch(config, max(1024, 9.3 * useful**0.383))
         set_missing(config, gradient_accumulation_steps=self.processes.world_size)
         set_missing(config, **self.regularisation(config, tokens))
         return config
@@ -231,33 +232,33 @@ class Planner:
         -1 if the last one covers the whole split, and those before a part (see eval_part)."""
         step_seconds = 1.05 * step  # with its data and the log
         seconds = max(step_seconds, self.seconds_left() - SAVING)
-        n_evaluations = max(3, min(10, int(self.seconds_left() // 60)))
+        n_evaluations = max(3, min(10, int(self.seconds_left() // 60)))  # one a minute
         trial = copy.copy(config)
         set_missing(trial, eval_interval=seconds / step_seconds / n_evaluations, eval_tokens=-1)
-        eval_tokens = min(eval_part(trial) or math.inf, self.val_tokens)
-        eval_seconds = evaluation_time(config, step_seconds, eval_tokens)
+        part = min(eval_part(trial) or math.inf, self.val_tokens)  # tokens of an evaluation
+        eval_seconds = evaluation_time(config, step_seconds, part)
         eval_seconds += saving_time(self.parameters(config))
         if config.eval_interval:
             interval_seconds = config.eval_interval * step_seconds + eval_seconds
             n_evaluations = max(1.0, seconds / interval_seconds)
-        else:
+        else:  # in half of the time at most
             n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / eval_seconds)))
+        eval_tokens = part
         whole_seconds = evaluation_time(config, step_seconds, self.val_tokens)
-        is_part = eval_tokens < self.val_tokens and trial.eval_tokens == -1
+        is_part = trial.eval_tokens == -1 and part < self.val_tokens
         if is_part and whole_seconds < seconds / 5:
             eval_tokens = -1
             seconds -= whole_seconds
         fitting = max(1, int((seconds - n_evaluations * eval_seconds) / step_seconds))
         most = most_steps(config, self.train_tokens)
-        self.overfits = fitting >= most
         max_iters = min(fitting, most)
         interval = math.ceil(max_iters / n_evaluations)
         return {"max_iters": max_iters, "eval_interval": interval, "eval_tokens": eval_tokens}
 
     def decays(self) -> dict:
-        """Return AdamW's and Muon's weight decay, by rates and steps, 0.1 to 0.8. With them
-        matrices forget a text in 0.8 epochs, or in 8 / epochs below ten. With init_from both are
-        0.1."""
+        """Return AdamW's and Muon's weight decay: 1 / (rate * steps in which matrices forget), but
+        0.1 to 0.8. They forget within 8 / epochs of an epoch, 0.8 if there are more than ten. With
+        init_from both are 0.1."""
         config = self.config
         if config.weight_decay is not None:
             return {}
@@ -279,7 +280,7 @@ class Planner:
 
     def enough_tokens(self, n_parameters: int) -> float:
         """Return how many tokens a model should see: 1.5 per parameter. If the text is short, four
-        epochs, or more for a model of more than seven parameters per token of it: 7.3 for 24."""
+        epochs, or more for a large model: 1.5 sqrt(24) = 7.3 for 24 parameters per token of it."""
         epochs = max(GOOD_EPOCHS, 1.5 * math.sqrt(n_parameters / self.train_tokens))
         return min(1.5 * n_parameters, epochs * self.train_tokens)
 
@@ -305,12 +306,12 @@ class Planner:
         fill_in(candidate, {"max_iters": 1, "weight_decay": 0.1})  # they change no step's time
         batch = self.data.batch(candidate, 0, self.processes)
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
-        limit = min(1.5 * self.config.minutes, 3.75)  # seconds: four times are a tenth of all
-        left = [self.seconds_left()]  # before each step. The first one allocates, and compiles
+        limit = min(0.025 * 60 * self.config.minutes, 3.75)  # seconds. Four models are a tenth
+        times = [-self.seconds_left()]  # of each step's end. The first one allocates, and compiles
         worked = []  # seconds of this thread's processor, after each step
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
-        while len(left) < 3 or (len(left) <= 21 and left[1] - left[-1] <= limit):
+        while len(times) < 3 or (len(times) <= 21 and times[-1] - times[1] <= limit):
             for idx, targets in batch:
                 with autocast:
                     objective, _ = objective_and_parts(compiled(idx, targets))
@@ -320,22 +321,22 @@ class Planner:
                 optimizer.step()
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
-            left.append(self.seconds_left())
+            times.append(-self.seconds_left())
             worked.append(time.thread_time())
             bar.update()
         bar.close()
         if compiled is not parallel:
-            self.compiling = left[0] - left[1]  # the run compiles once more
+            self.compiling = times[1] - times[0]  # the run compiles once more
             torch.compiler.reset()  # see time_step
-        seconds = left[1] - left[-1]
-        share = (worked[-1] - worked[0]) / seconds  # a thread that waits for others has slept
+        seconds = times[-1] - times[1]
+        share = (worked[-1] - worked[0]) / seconds  # low if other programs have the processor
         self.busy |= share < 0.75 and self.processes.device == "cpu"
-        return seconds / (len(left) - 2)
+        return seconds / (len(times) - 2)
 
 
 def complete(config, last: str, resumed, small: dict, longest: float, set_up, processes):
     """Set the fields of train.py's configuration that are None: by a plan for a run of --minutes,
-    to the values of `small` for one of --max_iters.
+    to the values of `small` for one of --max_iters. A resumed run has its values already.
 
     last: the last flag of these two, or ""; resumed: the progress of a run that has all its
     settings, or None; longest: the longest sequence that --init_from allows; set_up: train.py's.
@@ -353,25 +354,20 @@ def complete(config, last: str, resumed, small: dict, longest: float, set_up, pr
 
 def plan_run(config, longest: float, set_up, processes):
     """Plan the fields that are None for a run of config.minutes, and print the plan."""
-    data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)
+    data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # any that exist
     planner = Planner(config, data, longest, set_up, processes)
+    planned = [name for name, value in vars(config).items() if value is None]
     planner.plan()
-
-    def listed(*names):
-        values = {name: getattr(config, name) for name in names}
-        return ", ".join(f"{name} {v:.3g}" for name, v in values.items() if v is not None)
-
-    start = f"plan for {config.minutes:g} min: "
-    size = f"{config.n_layer} layers of {config.n_embd}, {config.max_iters:,} steps, "
-    lines = [size + listed("dropout", "bpe_dropout"), listed("learning_rate", "weight_decay")]
-    if config.optimizer == "muon":
-        lines.append(listed("muon_lr", "muon_decay", "muon_momentum"))
-    separator = ",\n" + " " * len(start)
-    print(start + separator.join(lines))
+    plan = []
+    for name in planned:
+        value = getattr(config, name)
+        is_used = value is not None and (config.optimizer == "muon" or name[:4] != "muon")
+        if is_used:
+            plan.append(f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}")
+    text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
+    print(textwrap.fill(text, 100, subsequent_indent="    "))
     if planner.busy:
         print("The machine is busy with other programs: this plan is small.")
-    if planner.overfits:
-        print("It ends before it overfits: more text would help now, more time would not.")
 
 
 def extend(config, progress):
@@ -438,8 +434,8 @@ class Clock:
         fitting = before
         if has_news:
             fitting = self.fitting_steps(step, 60 * self.config.minutes - now)
-        mine = fitting if self.processes.is_main else 0
-        self.config.max_iters = self.processes.all_reduce_max(mine)
+        said = fitting if self.processes.is_main else 0  # the largest is the first process's
+        self.config.max_iters = self.processes.all_reduce_max(said)
         return self.config.max_iters != before
 
     def note(self, step: int, elapsed: float) -> bool:
@@ -449,8 +445,9 @@ class Clock:
             self.evaluation = max(0.01, elapsed - self.step_time())
             return True
         self.newest.append(elapsed)
-        at_least = 10 if self.processes.device == "cuda" else 1  # it is waited for every ten steps
-        if len(self.newest) < at_least or sum(self.newest) < max(1.0, 1.8 * self.config.minutes):
+        at_least = 10 if self.processes.device == "cuda" else 1  # reports wait for a GPU
+        enough = max(1.0, 0.03 * 60 * self.config.minutes)  # seconds
+        if len(self.newest) < at_least or sum(self.newest) < enough:
             return False
         self.means.append(statistics.mean(self.newest))
         self.newest = []
@@ -460,9 +457,10 @@ class Clock:
         """Return max_iters, or another number if the run would miss its end by more than 1 % of all
         its time and 10 % of what is left."""
         last = self.config.max_iters
-        too_late = self.left(step, last) + SAVING - seconds_left
-        if abs(too_late) <= max(0.6 * self.config.minutes, 0.1 * seconds_left):
+        seconds_left -= SAVING
+        too_late = self.left(step, last) - seconds_left
+        if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds_left):
             return last
         longer = range(step + 1, max(self.most, last) + 1)
-        fit = bisect.bisect(longer, seconds_left - SAVING, key=lambda n: self.left(step, n))
+        fit = bisect.bisect(longer, seconds_left, key=lambda n: self.left(step, n))  # of these
         return step + max(1, fit)

@@ -141,7 +141,7 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
         spent += len(data.val) * step / tokens_per_step(config) / 3
     most = 16 * data.n_tokens
     used_up = tokens_seen(config) > 0.99 * most
-    assert spent < 60 * minutes and planner.overfits == used_up
+    assert spent < 60 * minutes
     assert spent > 0.85 * 60 * minutes - 6 or used_up
     if not options:
         assert n * evaluating < 0.05 * 60 * minutes and 3 <= n <= 10
@@ -413,13 +413,13 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     assert 1 < took < 1.1 * (time.monotonic() - start)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
     assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and config["minutes"] == 0.06
-    steps, width, dropout = config["max_iters"], config["n_embd"], config["dropout"]
-    plan = rf"plan for 0.06 min: 1 layers of {width}, \d+ steps, dropout {dropout:g}, "
-    plan += rf"bpe_dropout {config['bpe_dropout']:g},\n +"
-    plan += rf"learning_rate {config['learning_rate']:.3g}, "
-    plan += rf"weight_decay {config['weight_decay']:.3g},\n +"
-    plan += rf"muon_lr 0.04, muon_decay {config['muon_decay']:.3g}, muon_momentum 0.9\n"
-    assert re.search(plan, output)
+    steps = config["max_iters"]
+    start = output.index("plan for 0.06 min: block_size=")
+    plan = output[start : output.index("\ndata:")]
+    assert "n_layer" not in plan and "muon_lr" not in plan  # they are given
+    for name in ("n_embd", "dropout", "batch_size", "learning_rate", "muon_decay", "eval_tokens"):
+        assert re.search(rf"\s{name}={config[name]:.3g}(,|$)", plan), name
+    assert re.search(r"\smax_iters=\d+,", plan)
     assert (here / f"out/mine/checkpoint-{steps}").is_dir()
     assert f"step {steps}/{steps} | validation" in output
 
@@ -449,8 +449,8 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
     assert done.returncode == 0, done.stderr
     assert output.count("plan for") == bool(planned)
     assert not planned or f"plan for {planned:g} min: " in output
-    line_of_muon = re.search("^ +muon_lr", output, re.M)
-    assert bool(line_of_muon) == bool(planned and "--optimizer=adamw" not in words)
+    plan = output.partition("data:")[0]
+    assert ("muon_lr" in plan) == bool(planned and "--optimizer=adamw" not in words)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
     assert {"max_iters": 1 if planned else 2}.items() | expected.items() <= config.items()
 
@@ -465,7 +465,9 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
     monkeypatch.setattr(TrainConfig, "__init__", lambda self, **given: edited(self, **given))
     monkeypatch.setattr("gptling.cli.load", lambda *_, **__: (TrainConfig(curves=False), {}))
     done = run_here("train.py", cwd=tmp_path)
-    assert b"plan for 1 min: 1 layers" in done.stdout and b"muon_lr 0.0006" in done.stdout
+    assert b"plan for 1 min: block_size" in done.stdout and b" n_layer" not in done.stdout
+    config = tomllib.loads((tmp_path / "out/quickstart/config.toml").read_text())
+    assert config["muon_lr"] == 0.0006
 
 
 def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, train_here, monkeypatch):
