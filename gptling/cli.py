@@ -22,13 +22,11 @@ from gptling.files import UserError as UserError  # re-exported
 
 CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
-Share = Annotated[float, "at most 1"]
 AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
-BOOLEANS = dict.fromkeys(("true", "on", "yes", "1"), True)
-BOOLEANS |= dict.fromkeys(("false", "off", "no", "0"), False)
+BOOLEANS = {"true": True, "false": False}
 
 
 def mentions(error: Exception, pattern: str) -> bool:
@@ -47,7 +45,7 @@ def describe(error: Exception) -> str:
     if re.match("No module named '(datasets|pyarrow)", str(error)):
         return f"{error}: pip install -e '.[datasets]'"
     known = UserError | ModuleNotFoundError | UnicodeError
-    if isinstance(error, known) or getattr(error, "filename", None):
+    if isinstance(error, known) or getattr(error, "filename", None):  # of a file that is named
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
@@ -58,8 +56,8 @@ def describe(error: Exception) -> str:
 
 def run(main: Callable[[], int | None]):
     """Run a script's main. A mistake ends it with one line and exit code 1, a bug as in Python."""
-    # The last collection need not look through all of PyTorch. Triton, whose bindings would report
-    # frozen objects as leaks, is imported later.
+    # A fast exit: the last collection need not look through all of PyTorch. Triton is imported
+    # later, since its bindings would report frozen objects as leaks.
     gc.freeze()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
     for stream in (sys.stdout, sys.stderr):
@@ -115,12 +113,8 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
 def read_preset(name: str) -> dict[str, Any]:
     """Return the settings of a preset. config/NAME.toml is found from any directory."""
     if not name.endswith(".toml"):
-        hint = f"python prepare.py {name} reads a text and prints the next command"
-        if Path("data", name).is_dir():
-            hint = f"--dataset={name} trains on that text"
-        elif Path(name, "log.jsonl").is_file():
-            hint = f"--out_dir={name} --resume continues that run"
-        raise UserError(f"{name} is no preset: {hint}")
+        ways = f"python prepare.py {name} reads a text, --dataset={name} trains on a prepared one"
+        raise UserError(f"{name} is no preset: {ways}, --out_dir={name} --resume continues a run")
     file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
@@ -129,8 +123,9 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the field that a flag sets, and its words for tyro: --no-curves for --curves=off, and
-    an unknown flag apart from its value, so that tyro finds a similar one."""
+    """Return the field that a flag sets, and its words for tyro: "curves" and ["--no-curves"] for
+    --curves=false, "compile" and ["--compile=True"] for --compile=true. An unknown flag is apart
+    from its value, so that tyro finds a similar one."""
     name, _, value = flag.partition("=")
     field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
     if field in hints:
@@ -141,15 +136,13 @@ def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
         if True in get_args(hints[field]) and "=" in flag and on is not None:
             return field, [f"--{field}={on}"]
         return field, [flag]
-    return field, flag.split("=", 1) if field else [flag]
+    return field, (flag.split("=", 1) if field else [flag])
 
 
 def check_numbers(config: Any):
-    """Raise ValueError for a number that is negative or NaN, a PositiveInt of 0, a Share over 1."""
+    """Raise ValueError for a number that is negative or NaN, and for a PositiveInt of 0."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         lowest = next((n for n in (1, -1) if f"at least {n}" in str(hint)), 0)
         if isinstance(value, int | float) and not value >= lowest:  # which NaN is not, either
             raise ValueError(f"--{name}={value}: must be at least {lowest}")
-        if "at most 1" in str(hint) and (value or 0) > 1:
-            raise ValueError(f"--{name}={value}: must be at most 1")

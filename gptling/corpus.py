@@ -42,11 +42,12 @@ NO_EXAMPLE = re.compile(
     r"|stringprep|this|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
 )
 
-MARK = re.compile(re.escape(END_OF_TEXT) + r"\n*+")  # between "one" and "two": "<|endoftext|>\n\n"
-MARK_INSIDE = re.compile(MARK.pattern + r"(?!\Z)")  # what follows may begin with more newlines
-# Where a text is cut, at the latest place: "so many words" before the last space, since no
-# tokenizer has a token with a letter and the white space after it. Without one, before a "<",
-# which may begin a mark.
+# What separates documents, with the newlines after it: "one<|endoftext|>\n\ntwo" is "one", "two".
+MARK = re.compile(re.escape(END_OF_TEXT) + r"\n*+")
+# One that does not end what is read so far: more newlines may follow.
+MARK_INSIDE = re.compile(MARK.pattern + r"(?!\Z)")
+# What comes before a cut, as much as possible: up to a letter before white space, since no token
+# has both ("so many" of "so many words"), or else up to a "<", which may begin a mark, or else all.
 CUT = re.compile(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*")
 
 
@@ -115,8 +116,8 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
 
 
 def read_pieces(source: Path, field: str, refused: list) -> Iterator[tuple[str, bool]]:
-    """Yield the text of a file as (piece, whether its document ends), with the tokens of the whole.
-    A record without a text is left out. One line about all of these is added to `refused`.
+    """Yield the text of a file as (piece, whether its document ends). Pieces end between tokens. A
+    record without a text is left out. One line about all of these is added to `refused`.
 
     "one<|endoftext|>two" is ("one", True), ("two", True), if it is short. A long document is in
     pieces that are False, before the last one.
@@ -175,7 +176,7 @@ def show_reading(pieces: Iterable) -> Iterable:
 
 
 def measure(source: Path, field: str, refused: list) -> array:
-    """A number that equal documents share, and a size in bytes: two for each document of a file."""
+    """A hash and a size in bytes for each document of a file: hash, size, hash, size, ..."""
     found = array("q")
     key = size = 0
     for text, is_end in show_reading(read_pieces(source, field, refused)):
@@ -190,15 +191,16 @@ def measure(source: Path, field: str, refused: list) -> array:
 
 def validation_bytes(sizes: np.ndarray) -> np.ndarray:
     """How many bytes at the end of each document are for validation, about a tenth of all. Of ten
-    documents or more these are whole ones, evenly spread, or the end of one that is too long."""
+    documents or more these are whole ones, evenly spread: of 20 equal ones the 10th and the 20th.
+    If these are less than half of it, because others are too long, the end of the longest is."""
     n = len(sizes)
     if n < 10:
         return np.minimum(sizes // 10, MAX_VALIDATION // n)
     total = sizes.sum()
     goal = min(total // 10, MAX_VALIDATION)
     limit = min(total * 15 // 100, MAX_VALIDATION)
-    stride = total // goal
-    # Every tenth document, then the one before each of these, and so on.
+    stride = total // goal  # documents: ten, more in a large text
+    # Every tenth one, then the one before each of these, and so on, until the goal is reached.
     rounds = [range(first, n, stride) for first in reversed(range(stride))]
     held_out = np.zeros_like(sizes)
     chosen = 0
@@ -213,8 +215,8 @@ def validation_bytes(sizes: np.ndarray) -> np.ndarray:
 
 class Corpus:
     """The documents of the named sources, equal ones once. count: characters, and bytes of "train"
-    and "val", that texts() has given. Downloads are in the directory `downloads`, which must
-    exist as long as the corpus is read. Raises UserError if there is no text."""
+    and "val", that the last texts() has given. Downloads are in the directory `downloads`, which
+    must exist as long as the corpus is read. Raises UserError if there is no text."""
 
     def __init__(self, names: Iterable[str], downloads: Path, field: str = "text"):
         self.field = field
@@ -234,9 +236,9 @@ class Corpus:
                 except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
                     refused = [f"{type(error).__name__}: {error}"]
                 self.refused += [f"{label}: {line}" for line in refused]
-        keys, sizes = np.array(measured).reshape(-1, 2).T
-        with_text = np.flatnonzero(sizes)
-        _, first = np.unique(keys[with_text], return_index=True)
+        hashes, sizes = np.array(measured).reshape(-1, 2).T
+        with_text = np.flatnonzero(sizes)  # numbers of documents
+        _, first = np.unique(hashes[with_text], return_index=True)  # places in with_text
         self.n_documents = len(first)
         self.n_repeated = len(with_text) - len(first)
         if not self.n_documents:
@@ -247,12 +249,13 @@ class Corpus:
         self.n_train[kept] = sizes[kept] - validation_bytes(sizes[kept])
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield ("train" or "val", text). An empty text ends a document's part of a split."""
+        """Yield ("train" or "val", text). An empty text ends a document's part of a split, and
+        becomes the end-of-text token."""
         self.count = Counter()
         pieces = chain.from_iterable(read_pieces(file, self.field, []) for file in self.sources)
         document = 0
         place = 0  # in bytes of the document
-        ends = {}
+        ends = {}  # {split: ""} for those that have a part of the document
         for text, is_end in show_reading(pieces):
             n_train = self.n_train[document]
             if n_train >= 0:

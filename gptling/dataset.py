@@ -52,9 +52,10 @@ class Dataset:
         n_all = math.ceil(len(targets) / T)  # the last may be shorter
         wanted = math.ceil(eval_tokens / T)
         n = min(n_all, wanted) or n_all
-        self.val_starts = np.arange(n) * n_all // n * T
-        chosen = [targets[start : start + T] for start in self.val_starts]
-        ids = np.concatenate(chosen)
+        chosen = np.arange(n) * n_all // n  # of sequences 0 to n_all - 1
+        self.val_starts = chosen * T
+        parts = [targets[start : start + T] for start in self.val_starts]
+        ids = np.concatenate(parts)
         sizes = bytes_per_token(self.tokenizer)[ids]
         self.val_targets = len(ids)
         self.val_bytes = int(sizes.sum())
@@ -115,14 +116,14 @@ def tokens_per_step(config) -> int:
 
 
 def micro_batches(config, world_size: int) -> tuple[int, int]:
-    """The sequences in a micro-batch of one process, and its micro-batches in a step: together
-    batch_size * gradient_accumulation_steps sequences, however many processes share them."""
+    """The sequences in a micro-batch of one process, batch_size or fewer, and its micro-batches in
+    a step. All processes together have batch_size * gradient_accumulation_steps sequences."""
     sequences = config.batch_size * config.gradient_accumulation_steps
     share, rest = divmod(sequences, world_size)
     if rest:
         raise UserError(f"batch_size * gradient_accumulation_steps is no multiple of {world_size}")
     size = min(share, config.batch_size)
-    while share % size:
+    while share % size:  # the largest that divides the share
         size -= 1
     return size, share // size
 
@@ -133,10 +134,12 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.nd
 
     Two shards of ten tokens and T = 3 give [[1, 4], [0, 2], [0, 5], [1, 1]], for example. In a
     shard, sequences are T tokens apart. The place of the first one is random in each epoch.
+    With bpe_dropout each shard is a copy of the text, and an epoch visits all copies.
     """
     places = []
     for shard, length in enumerate(lengths):
-        # One sequence less than would fit, so that the first may begin at any of T places.
+        # T tokens are left over, so that the first sequence may begin at any of T places. A shard
+        # without so many has one sequence.
         n = max(length // T - 1, int(length > T))
         n_firsts = min(T, length - n * T)
         rng = np.random.default_rng((seed, epoch, shard))
@@ -151,14 +154,12 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.nd
 
 
 def get_sequences(shards, config, step: int, rank=0, world_size=1) -> torch.Tensor:
-    """The sequences of a process in a step, (micro_steps, B, block_size + 1) int64. Each begins
-    with the last token of the one before. An epoch visits all. Micro-batch m of rank r is
-    m * world_size + r of the step."""
+    """The sequences of a process in a step, (micro_steps, B, block_size + 1) int64: each an input
+    and its target, one token later. Micro-batch m of rank r is m * world_size + r of the step."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     lengths = tuple(map(len, shards))
-    first_epoch = draw_epoch(lengths, T, config.seed, 0)
-    n = len(first_epoch)  # as in every epoch
+    n = len(draw_epoch(lengths, T, config.seed, 0))  # sequences, as in every epoch
     sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)
     for m, row in np.ndindex(micro_steps, B):
         micro_batches_before = (step * micro_steps + m) * world_size + rank  # since the run began

@@ -73,15 +73,18 @@ def use_onednn(model: nn.Module):
 
 
 class StaticCache:
-    """Keys and values of a layer in a CUDA graph, whose shapes are fixed: each step sees the whole
-    window. New ones are stored in column `slot`, a tensor. The padding_mask hides the columns that
-    are still empty, and the position of a token is the number of columns visible before it."""
+    """Keys and values of a layer in a CUDA graph, whose shapes are fixed: each step sees all
+    block_size columns. New ones are stored in column `slot`, a tensor. The padding_mask hides the
+    columns that are still empty. With a window of 4, two tokens before and one new:
+
+        a b . .    slot 2    a b c .    visible: a b c, so c has position 2
+    """
 
     def __init__(self, cache, slot: torch.Tensor):
         self.k = torch.zeros_like(cache.k)  # (B, nh, block_size, hs)
         self.v = torch.zeros_like(cache.v)
         self.slot = slot
-        self.length = cache.k.size(2) - 1  # the query is the window's last, so all columns are past
+        self.length = cache.k.size(2) - 1  # as if full: the query's row of causal_mask is the last
 
     def append(self, k, v, block_size):
         self.k[:, :, self.slot] = k
@@ -96,8 +99,10 @@ class GraphedStep:
     def __init__(self, plain, compile: bool):
         self.plain = plain
         self.compile = compile
-        self.idx = None  # (B, 1), the graph's input, once there is a graph
-        self.cache = None  # of the text being drawn
+        # The graph's input, once there is a graph: idx (B, 1), slot (1,), visible (B, block_size),
+        # static, a StaticCache for each layer. Its output: logits (B, V).
+        self.idx = None
+        self.cache = None  # of the text being drawn, whose memory is that of `static`
 
     def __call__(self, idx, padding_mask=None, cache=None):
         past = cache[0].length if cache else 0
@@ -128,7 +133,7 @@ class GraphedStep:
     def capture(self, idx, cache):
         """Record a step of B rows, as many as idx (B, 1) has."""
         self.idx = idx.clone()
-        self.slot = torch.zeros_like(idx[0])  # (1,)
+        self.slot = torch.zeros_like(idx[0])
         self.static = [StaticCache(layer, self.slot) for layer in cache]
         block_size = self.static[0].k.size(2)
         self.visible = torch.ones(len(idx), block_size, dtype=torch.bool, device=idx.device)
@@ -148,7 +153,8 @@ class GraphedStep:
 
 
 class Sample:
-    """A text as it is drawn. `unprinted` has whole characters, and nothing from a stop text on."""
+    """A text as it is drawn. `unprinted` has whole characters, and nothing from a stop text on: of
+    the stop text "END" the letters "EN" are held until the next one decides."""
 
     def __init__(self, prompt: str, ids: list[int], stop: tuple[str, ...] = ()):
         self.ids = list(ids)

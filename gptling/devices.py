@@ -68,18 +68,18 @@ def use_float32_attention(model: torch.nn.Module) -> bool:
 def bernoulli_(self, p=0.5, *, generator=None) -> torch.Tensor:
     """torch.Tensor.bernoulli_ by 16 random bits for each number: p is rounded to 1 / 65536."""
     threshold = round(65536 * p) - 32768
-    if abs(threshold) == 32768:
+    if abs(threshold) == 32768:  # p is 0 or 1
         return self.fill_(round(p))
     words = torch.empty(math.ceil(self.numel() / 4), dtype=torch.int64)
     words.random_(-(2**63), None, generator=generator)
-    bits = words.view(torch.int16)[: self.numel()]  # -32768 to 32767
+    bits = words.view(torch.int16)[: self.numel()]  # four of a word, -32768 to 32767
     return self.copy_((bits < threshold).view(self.shape))
 
 
 @functools.cache
 def use_fast_dropout() -> torch.library.Library:
-    """Let PyTorch draw the places of dropout on a CPU by bernoulli_, as long as the result lives.
-    Its own kernel draws four times as many bits, and on one core."""
+    """Let PyTorch draw the places of dropout on a CPU by bernoulli_, as long as the result lives:
+    it is cached. PyTorch's own kernel draws four times as many bits, and on one core."""
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it replaces one

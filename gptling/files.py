@@ -18,7 +18,7 @@ def sync(path: Path):
     """Have the system write a file to the disk now, or a directory if its drive can do that."""
     if os.name == "nt":
         return  # Windows lets nobody open a directory
-    ignored = [OSError] if path.is_dir() else []
+    ignored = [OSError] if path.is_dir() else []  # for files an error is one
     with contextlib.suppress(*ignored):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -57,8 +57,8 @@ def lock_directory(directory: Path) -> filelock.FileLock:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Give a directory to write into, which replaces `target` once its files are on the disk. Its
-    parent is for what is deleted at the end. An error leaves nothing."""
+    """Give a directory to write into, which replaces `target` once its files are on the disk. The
+    folder around it is for temporary files, and is deleted at the end. An error leaves nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         new = Path(temporary, "new")

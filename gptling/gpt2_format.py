@@ -203,9 +203,11 @@ def fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:  # with a line for each tensor
         raise ValueError(str(error).splitlines()[-1].strip()) from None
-    own = published_tensors(model).keys() - unexpected  # of shared tensors the first names
-    left_over = {name for name in tensors.keys() - own if tensors[name].any()}
-    differing = left_over | own.intersection(missing)
+    own = published_tensors(model).keys()  # of shared tensors the first names
+    only_in_model = own & set(missing)
+    not_loaded = (tensors.keys() - own) | set(unexpected)
+    only_in_file = {name for name in not_loaded if tensors[name].any()}  # biases of 0 do nothing
+    differing = only_in_model | only_in_file
     return ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in differing}))
 
 
@@ -221,7 +223,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     differing = fill(model, tensors)
 
     reason, logits = why_not_gpt2(model, tensors, config)
-    unchanged = not reason if check is None else same(logits, check)
+    unchanged = (reason == "") if check is None else same(logits, check)
     said = f"tensors in only one: {differing or 'none'}; "
     said += f"logits: {'same' if unchanged else 'other'}"
     if not unchanged and not allow_changed:

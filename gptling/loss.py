@@ -23,53 +23,57 @@ def is_cross_entropy(model: torch.nn.Module, idx, targets) -> bool:
 
 
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of what GPT.forward returns with targets: what training minimises, and the parts whose
-    sum it is: "loss", and what a changed model adds to it, a dict of scalars."""
+    """Return what training minimises, and its parts. (logits, loss, {"z": z}), what a changed
+    GPT.forward may return, is loss + z and {"loss": loss, "z": z}."""
     _, loss, *more = output
     added = more[0] if more else {}
     return sum(added.values(), start=loss), {"loss": loss} | added
 
 
-def check_finite(value: float, step: int, config):
-    """Raise UserError if a loss plus its gradient's norm is NaN or infinite."""
-    if not math.isfinite(value):
+def check_finite(loss_and_norm: float, step: int, config):
+    """Raise UserError if the sum of a loss and its gradient's norm is NaN or infinite."""
+    if not math.isfinite(loss_and_norm):
         remedy = f"lower --learning_rate={config.learning_rate}, or use --dtype=float32"
-        raise UserError(f"the loss or its gradient is {value} at step {step}: {remedy}")
+        raise UserError(f"the loss or its gradient is {loss_and_norm} at step {step}: {remedy}")
 
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast) -> dict:
-    """Return the loss over data's validation sequences in nats per token and in bits per byte, and
-    "is_cross_entropy": False if it is none."""
+    """Return the loss over data's validation sequences in nats per token and in bits per byte, the
+    number of tokens, and is_cross_entropy of the model."""
     batch_size = max(1, min(batch_size, EVALUATED_AT_ONCE // data.block_size))
     sums = []  # of losses and of targets that count, on the device, which nothing waits for
-    different = {}
+    comparable = True
     model.eval()
     for idx, targets in data.validation_batches(batch_size, processes):
         with autocast:
-            if not sums and not is_cross_entropy(model, idx, targets):
-                different = {"is_cross_entropy": False}
+            if not sums:
+                comparable = is_cross_entropy(model, idx, targets)
             _, loss, *_ = model(idx, targets)  # a mean over the targets that count: not -100
         count = (targets != -100).sum()
         sums.append(torch.stack([loss * count, count]))
     model.train()
-    if hasattr(model, "reshard"):  # FSDP: or the next step would not see what is changed now
+    if hasattr(model, "reshard"):  # FSDP keeps gathered weights, which the next step would use
         model.reshard()
     sums = torch.stack(sums).cpu().double().sum(dim=0)
     total, count = processes.sum(sums).tolist()
     nats = total / max(1, count)  # per token
     bytes_per_token = max(1, data.val_bytes) / data.val_targets
     bits_per_byte = nats / math.log(2) / bytes_per_token
-    metrics = {"val_loss": nats, "bits_per_byte": bits_per_byte, "val_tokens": data.val_targets}
-    return metrics | different
+    return {
+        "val_loss": nats,
+        "bits_per_byte": bits_per_byte,
+        "val_tokens": data.val_targets,
+        "is_cross_entropy": comparable,
+    }
 
 
-def print_evaluation(
-    name, data, val_loss: float, bits_per_byte: float, val_tokens: int, is_cross_entropy=True
-):
-    """Print the result of --eval_only: of the model `name`, its loss in nats per token."""
-    losses = f"{val_loss:.4f} nats per token, perplexity {math.exp(val_loss):,.4f}"
-    tokens = f"{val_tokens:,} tokens of {data.directory / 'val.npy'}"
-    print(f"{losses}, {bits_per_byte:.4f} bits per byte: {name}, over {tokens}")
-    if not is_cross_entropy:
+def print_evaluation(name, data, metrics: dict):
+    """Print the result of --eval_only, what evaluate returned for the model `name`."""
+    nats = metrics["val_loss"]
+    losses = f"{nats:.4f} nats per token, perplexity {math.exp(nats):,.4f}"
+    losses += f", {metrics['bits_per_byte']:.4f} bits per byte"
+    tokens = f"{metrics['val_tokens']:,} tokens of {data.directory / 'val.npy'}"
+    print(f"{losses}: {name}, over {tokens}")
+    if not metrics["is_cross_entropy"]:
         print("This is not the cross-entropy of the logits: see GPT.losses")

@@ -20,15 +20,15 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            gathered = []  # (parameter, the whole of it)
-            by_shape = {}  # [(weight, update)] of all matrices of a shape, as views
+            gathered = []  # (parameter, the whole of it: itself, unless FSDP has sharded it)
+            by_shape = {}  # {shape: [(weight, update), ...]} of all matrices, as views of the whole
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 update = whole(self.update_momentum(p, group["momentum"]))
                 weight = whole(p)
                 gathered.append((p, weight))
-                rows = getattr(p, "matrices", p.size(-2))
+                rows = getattr(p, "matrices", [p.size(-2)])
                 parts = zip(weight.split(rows, -2), update.split(rows, -2), strict=True)
                 for matrix, its_update in parts:
                     by_shape.setdefault(matrix.shape, []).append((matrix, its_update))
@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
 
     def update_momentum(self, p: Tensor, momentum: float) -> Tensor:
         """Add a gradient to its moving average. Return the update, Nesterov's: the average as it
-        would be after the same gradient once more."""
+        would be after the same gradient once more, (1 - momentum) grad + momentum average."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
@@ -62,10 +62,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(x: Tensor, exact: bool = False) -> Tensor:
-    """About U V^T of each x = U S V^T, (n, rows, columns), by 5 steps of Newton-Schulz's iteration,
-    x = (a + b gram + c gram^2) x, with the Gram matrix x x^T. Several steps are done in that of a
-    long x alone (Zhang et al. 2026). Each multiplies rounding errors by a^2 = 12, so it is computed
-    again after three steps, of a short x after each. exact: matmuls are in full float32."""
+    """About U V^T of each x = U S V^T, (n, rows, columns), by 5 steps of Newton-Schulz's iteration:
+    x becomes factor x, where factor = a + b gram + c gram^2, and gram = x x^T, (rows, rows).
+
+    If x is long, multiplying it is expensive. Then the factors of several steps are multiplied
+    first, and the Gram matrix follows without x: gram becomes factor gram factor (Zhang et al.
+    2026). Each such step multiplies rounding errors by a^2 = 12, so that three are the limit in
+    bfloat16, and one for few rows. exact: matmuls are in full float32, which allows all five."""
     rows, columns = x.shape[1:]
     if rows > columns:  # the smaller matmul of the two
         return orthogonalise(x.mT, exact).mT
@@ -77,7 +80,7 @@ def orthogonalise(x: Tensor, exact: bool = False) -> Tensor:
         gram = x @ x.mT
         factor = product = newton_schulz_factor(gram)
         for _ in range(first + 1, min(first + at_once, 5)):
-            gram = factor @ gram @ factor  # that of product x
+            gram = factor @ gram @ factor
             factor = newton_schulz_factor(gram)
             product = factor @ product
         x = product @ x
@@ -97,7 +100,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor on the device of another one, and sharded as that is if it has its shape."""
+    """The tensor on the device of another one and, if it has its shape, sharded as that is."""
     tensor = tensor.to(like.device)
     if not hasattr(like, "device_mesh") or tensor.shape != like.shape:
         return tensor

@@ -14,15 +14,16 @@ HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distil
 
 
 def find_checkpoint(path: str | Path = "") -> Path:
-    """The checkpoint that `path` names: a checkpoint, a run, or a GPT-2 of the hub. Without a path
-    it is the newest run under out/. Raises UserError."""
-    runs = sorted(filter(list_checkpoints, Path("out").glob("*")), key=os.path.getmtime)
+    """The checkpoint that `path` names: a checkpoint, a run's best one, its last one if the run was
+    stopped, or a GPT-2 of the hub. Without a path it is the newest run. Raises UserError."""
+    runs = [run for run in Path("out").glob("*") if list_checkpoints(run)]
+    runs.sort(key=os.path.getmtime)
     if not (path or runs):
         raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
     path = Path(path or runs[-1]).expanduser()
     checkpoints = list_checkpoints(path)
     if checkpoints:
-        stopped = "val_loss" not in read_metrics(checkpoints[-1])
+        stopped = "val_loss" not in read_metrics(checkpoints[-1])  # between two evaluations
         return check_files(checkpoints[-1] if stopped else best_checkpoint(path))
     if (path / "config.json").is_file():
         return path
@@ -53,7 +54,8 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
 
 
 def build_model(model_class: type, config, data, source: Path | None):
-    """A model to train with train.py's configuration: a new one, or that of a checkpoint."""
+    """A model to train with train.py's configuration: a new one, or that of a checkpoint, whose
+    sizes the configuration has from take_sizes."""
     sizes = {name: getattr(config, name) for name in vars(model_class.config_class())}
     if source is None:
         n_tokens = data.tokenizer.n_vocab
@@ -64,7 +66,7 @@ def build_model(model_class: type, config, data, source: Path | None):
             raise UserError(str(error)) from None
     else:
         data.check_tokenizer(source, config.vocab_size)
-        del sizes["block_size"]
+        del sizes["block_size"]  # it keeps its own, and may be trained on shorter sequences
         model = load_model(model_class, source, config.allow_changed_model, **sizes)
     model.restrict_to_tokens(gpt2_format.token_ids(data.tokenizer_json))
     return model.train()
@@ -80,6 +82,7 @@ def take_sizes(config, given: dict, model_class: type, source: Path) -> int:
         config.block_size = stored["block_size"]
     for name in ("block_size", "n_layer", "n_head", "n_embd"):
         value = getattr(config, name) or 0
-        if value > stored[name] or (value < stored[name] and name != "block_size"):
+        is_shorter = name == "block_size" and value < stored[name]  # which is allowed
+        if value != stored[name] and not is_shorter:
             raise UserError(f"--{name}={value}: {source} has {stored[name]}")
     return stored["block_size"]

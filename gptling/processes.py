@@ -27,7 +27,8 @@ class Processes:
             sys.stdout = open(os.devnull, "w")
         if self.world_size > 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others
-            # torchrun keeps the keys of processes that died. A machine counts its restarts alone.
+            # If torchrun starts all processes of a machine again, its store still has the keys of
+            # those that died. Other machines do not know the number of restarts.
             store, rank, world_size = next(dist.rendezvous("env://"))
             if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
                 store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
@@ -73,7 +74,7 @@ class Processes:
 
             attributes = {name: vars(p) for name, p in model.named_parameters()}
             for module in dict.fromkeys([*model.h, model]):  # a shared block once
-                fully_shard(module)
+                fully_shard(module)  # and move it to the device
             for name, p in model.named_parameters():  # these are new, and Muon reads p.matrices
                 vars(p).update(attributes[name])
             return model
@@ -81,7 +82,8 @@ class Processes:
         if self.world_size == 1:
             return model
         torch._dynamo.config.optimize_ddp = False  # a compiled step is not cut at DDP's buckets
-        # Without unused parameters DDP sums in another order after a run's first step.
+        # Otherwise DDP groups gradients anew after the first step, also that of a resumed run, and
+        # sums them in another order.
         options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
         parallel = DistributedDataParallel(model, **options)
         parallel.broadcast_buffers = False  # each process has its own

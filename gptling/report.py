@@ -26,7 +26,7 @@ def draw_curves(out_dir: Path):
     for name, label in (("loss", "training"), ("val_loss", "validation")):
         points = [(entry["step"], entry[name]) for entry in entries if name in entry]
         axes.plot(*zip(*points, strict=True), label=label)
-    best, step = min((loss, step) for step, loss in points)
+    best, step = min((loss, step) for step, loss in points)  # of validation, the last ones
     axes.set(title=f"{out_dir.name}: best {best:.4f} at step {step:,}", xlabel="step")
     axes.set(ylabel="loss in nats per token", ylim=(None, 1.1 * points[0][1]))  # cut the start off
     axes.legend()
@@ -54,15 +54,11 @@ class Report:
         form = "step {n}/{total} | {desc} |{bar}|"
         self.bar = progress_bar(config.max_iters, initial=self.step, bar_format=form)
 
-    def header(self, model, data, dtype: str):
+    def header(self, data, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
         config = self.config
         tokens = tokens_per_step(config)
         epochs = config.max_iters * tokens / data.n_tokens
-        size = f"{self.n_parameters:,} parameters"
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        if trained < self.n_parameters:
-            size += f", {trained:,} of which are trained"
         shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
         machine = f"{self.processes.device}, {dtype}"
         if self.processes.world_size > 1:
@@ -71,7 +67,7 @@ class Report:
             machine += f", from step {self.step}"
         validated = f"{data.val_targets:,} of {self.clock.all_tokens:,}"
         print(f"data:  {data.n_tokens:,} tokens to train on, {validated} to validate on")
-        print(f"model: {size}, {shape}, context {config.block_size}")
+        print(f"model: {self.n_parameters:,} parameters, {shape}, context {config.block_size}")
         print(f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
         print(f"       saved in {config.out_dir}, {machine}\n")
 
@@ -162,7 +158,7 @@ class Report:
         line += f", {metrics['bits_per_byte']:.3f} bits per byte"
         if best:
             line += " (best)"
-        if "is_cross_entropy" in metrics:
+        if not metrics["is_cross_entropy"]:
             line += ", but not the cross-entropy of the logits: see GPT.losses"
         self.say(line)
 
@@ -220,7 +216,7 @@ class Report:
         megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
         epochs = self.progress.step * tokens_per_step(self.config) / data.n_tokens
         if self.progress.step >= self.clock.most:
-            hint = "More text would help now, more time would not."
+            hint = "More text would help now, more time would not: the model would overfit."
         elif epochs < self.clock.good_epochs:
             hint = "More time would help."
         elif best_step == self.progress.step:

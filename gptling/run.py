@@ -23,7 +23,7 @@ from gptling.muon import shard, whole
 FORMAT = 6  # of training_state.pt
 # Fields of train.py's configuration that belong to one start and not to the run.
 START_FLAGS = {"resume", "auto_resume", "overwrite", "eval_only", "out_dir"}
-START_FLAGS |= {"allow_changed_model", "vocab_size"}
+START_FLAGS |= {"allow_changed_model", "vocab_size"}  # which is the tokenizer's
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Progress:
 
     step: int = 0  # steps done
     best: float = math.inf  # the lowest validation loss
-    seconds: float = 0.0  # of all sessions, up to the last entry of the log
+    seconds: float = 0.0  # of all sessions, up to now
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:
@@ -51,8 +51,8 @@ def read_metrics(checkpoint: Path) -> dict[str, Any]:
 
 
 def best_checkpoint(run: str | Path) -> Path | None:
-    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones. Of
-    a last evaluation that covers more than those before, the loss over their tokens counts."""
+    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones. A
+    last evaluation of the whole split has a comparable_loss too: over the part of those before."""
 
     def loss(checkpoint):
         metrics = read_metrics(checkpoint)
@@ -91,7 +91,8 @@ def save_training_state(state: dict[str, Any], file: Path):
     try:
         torch.load(file, weights_only=True, mmap=True)  # mmap: without the tensors
     except pickle.UnpicklingError as error:
-        culprit = re.search(r"GLOBAL (\S+)|$", str(error))[1] or error
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        culprit = named[1] if named else error
         remedy = "use numbers, strings, lists, dicts and tensors alone"
         raise UserError(f"no run could resume with a {culprit} in its state: {remedy}") from None
 
@@ -112,8 +113,9 @@ def check_optimizers(model, optimizers: list):
 
 
 def resumed_config(config: Any, saved: dict, given: dict, fixed: set[str]) -> Any:
-    """Return a run's saved configuration with the flags that were given, and print what changes.
-    Raises UserError for a flag that would make it a different run."""
+    """Return a run's saved configuration, but with the flags that are given now, and defaults for
+    fields that are new. Prints what changes. Raises UserError for a flag that would make it a
+    different run."""
     settings = dict(vars(config))
     for name, value in (saved | given).items():
         before = saved.get(name, "not set")
@@ -167,6 +169,25 @@ class RunDirectory:
         Return how far the run is. Raises UserError unless each trained parameter is in one
         optimizer."""
         check_optimizers(model, optimizers)
+        self.remember_code(config, model, optimizers)
+        if not state:
+            return Progress()
+        if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
+            print(f"changed since that checkpoint: {', '.join(changed)}")
+        saved = state["code"]["optimizers"], state["optimizers"], state["settings"]
+        for optimizer, name, its_state, settings in zip(optimizers, *saved, strict=False):
+            if name == type(optimizer).__name__:
+                load_state(optimizer, model, its_state)
+                restore_settings(optimizer, *settings)
+        for name, thing in stateful.items():
+            now, before = thing.state_dict(), state["stateful"].get(name)
+            if before:  # a GradScaler's is empty for another dtype
+                thing.load_state_dict({k: like(value, now.get(k)) for k, value in before.items()})
+        return state["progress"]
+
+    def remember_code(self, config: Any, model, optimizers: list):
+        """Keep what checkpoints will have: train.py and model.py, and the optimizers' settings as
+        they are before the first step."""
         modules = [sys.modules[type(settings).__module__] for settings in (config, model.config)]
         files = [Path(getattr(module, "__file__", "")) for module in modules]
         # A script that Python reads from a pipe, or exec() runs, has no file.
@@ -174,19 +195,6 @@ class RunDirectory:
         self.code = {name: hashlib.sha256(text).hexdigest() for name, text in self.sources}
         self.code["optimizers"] = [type(optimizer).__name__ for optimizer in optimizers]
         self.settings = [optimizer.state_dict()["param_groups"] for optimizer in optimizers]
-        if not state:
-            return Progress()
-        if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
-            print(f"changed since that checkpoint: {', '.join(changed)}")
-        saved = state["code"]["optimizers"], state["optimizers"], state["settings"]
-        for optimizer, name, its_state, (first, last) in zip(optimizers, *saved, strict=False):
-            if name == type(optimizer).__name__:
-                load_state(optimizer, model, its_state, first, last)
-        for name, thing in stateful.items():
-            now, before = thing.state_dict(), state["stateful"].get(name)
-            if before:  # a GradScaler's is empty for another dtype
-                thing.load_state_dict({k: like(value, now.get(k)) for k, value in before.items()})
-        return state["progress"]
 
     def start(self, config: Any, step: int):
         """Begin at step `step`, once all is ready: move an old run to NAME.old, remove what a
@@ -227,8 +235,9 @@ class RunDirectory:
         replace(self.path / "config.toml", text.encode())
 
     def save(self, metrics, model, full_model, optimizers, stateful, progress, config, data):
-        """Write checkpoint-STEP whole or not at all, then delete all but the best and the last.
-        All processes call it and the first one writes."""
+        """Write checkpoint-STEP whole or not at all, then delete all but the best one and the last
+        keep_last. All processes call it and the first one writes full_model, which has whole
+        parameters."""
         if not (self.processes.is_main or self.processes.sharded):
             return
         state = {"format": FORMAT, "progress": asdict(progress), "config": asdict(config)}
@@ -240,15 +249,15 @@ class RunDirectory:
         if not self.processes.is_main:
             return
         with new_directory(self.path / f"checkpoint-{metrics['step']}") as new:
-            reason = save(full_model, new, data.tokenizer_json)
+            why_not_gpt2 = save(full_model, new, data.tokenizer_json)
             save_training_state(state, new / "training_state.pt")
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
             for name, text in self.sources:  # another model.py does not load the checkpoint
                 (new / name).write_bytes(text)
         self.write_settings(config)  # a plan may have changed
         checkpoints = list_checkpoints(self.path)
-        if reason and len(checkpoints) == 1:  # said once
-            print(f"checkpoints are for this model.py alone (model_type gptling): {reason}")
+        if why_not_gpt2 and len(checkpoints) == 1:  # said once
+            print(f"checkpoints are for this model.py alone (model_type gptling): {why_not_gpt2}")
         for path in set(checkpoints[: -config.keep_last]) - {best_checkpoint(self.path)}:
             # Hidden first: a crash leaves no half of a checkpoint.
             shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")))
@@ -271,14 +280,17 @@ def full_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict
     return unsharded({name: optimizer.state[p] for name, p in parameters if p in optimizer.state})
 
 
-def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state, first, last):
-    """Load what full_state returned, in its dtypes: Optimizer.load_state_dict would cast it. And
-    the settings that training had changed from `first` to `last`, such as the rate, but for those
-    that the flags or the code set to another value now."""
+def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: dict):
+    """Load what full_state returned, in its dtypes: Optimizer.load_state_dict would cast it."""
     for name, parameter in model.named_parameters():
         if name in state:
             place = partial(shard, like=parameter)
             optimizer.state[parameter] = tree_map_only(torch.Tensor, place, state[name])
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, first: list[dict], last: list[dict]):
+    """Set what training had changed, group by group. Momentum that was 0.9 at first and 0.95 at
+    last is 0.95 again if it is 0.9 now. Another value is one that a flag or the code has now."""
     for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
         for name, value in after.items():
             if value != before.get(name) and group.get(name) == before.get(name):

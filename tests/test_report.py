@@ -148,9 +148,8 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
             reported.append(step)
     assert reported == [1, 5, 10], "as in a file, so that a GPU is not waited for"
     report.bar.refresh()
-    report.evaluation(
-        {"step": 10, "val_loss": 2.5, "bits_per_byte": 1.5, "val_tokens": 10}, best=True
-    )
+    metrics = {"step": 10, "val_loss": 2.5, "bits_per_byte": 1.5, "val_tokens": 10}
+    report.evaluation(metrics | {"is_cross_entropy": True}, best=True)
     *bars, line, end = re.split("[\r\n]", capsys.readouterr().out)
     assert any(bar.startswith("step 10/20 | loss 2.346 | ") and "left |█" in bar for bar in bars)
     assert line == "step 10/20 | validation 2.500 nats per token, 1.500 bits per byte (best)"

@@ -243,7 +243,7 @@ def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train
     def evaluate(*_):
         for more in ([], ["--overwrite"], ["--resume"], ["--auto_resume"]):
             seconds.append(run_script("train.py", *flags, *more, cwd=finished))
-        return {"val_loss": 2.0, "bits_per_byte": 3.0, "val_tokens": 9}
+        return {"val_loss": 2.0, "bits_per_byte": 3.0, "val_tokens": 9, "is_cross_entropy": True}
 
     monkeypatch.setattr("gptling.loss.evaluate", evaluate)
     assert train(*flags, "--overwrite", cwd=finished).returncode == 0
