@@ -31,7 +31,7 @@ from tyro.conf import Suppress
 
 import prepare
 from gptling import cli, devices, loss, plan, pretrained
-from gptling.cli import AtLeastMinus1, Empty, Planned, PositiveInt, UserError
+from gptling.cli import AtLeastMinus1, Empty, Planned, PositiveInt, Share, UserError
 from gptling.dataset import Dataset
 from gptling.muon import Muon
 from gptling.processes import Processes, recompute_activations
@@ -47,8 +47,8 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     n_layer: Planned[PositiveInt] = None  # number of transformer blocks
     n_head: Planned[PositiveInt] = None  # attention heads per block
     n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
-    dropout: Planned[float] = None  # share of activations set to 0 in training
-    bpe_dropout: Planned[float] = None  # share of BPE merges left out: words are split at random
+    dropout: Planned[Share] = None  # share of activations set to 0 in training
+    bpe_dropout: Planned[Share] = None  # share of BPE merges left out: words are split at random
     bias: bool = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: Suppress[int] = 1  # the tokenizer's
     vocab_multiple: PositiveInt = 1  # round the vocabulary size up to a multiple. 128 suits GPUs
@@ -70,16 +70,16 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     optimizer: Literal["adamw", "muon"] = "muon"  # for matrices in the blocks. AdamW for the rest
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
     muon_lr: Planned[float] = None  # Muon's peak rate in Keller Jordan's convention. Same schedule
-    muon_momentum: Planned[float] = None  # Muon's momentum. Shorter runs prefer a lower value
+    muon_momentum: Planned[Share] = None  # Muon's momentum. Shorter runs prefer a lower value
     weight_decay: Planned[float] = None  # for matrices. Biases and LayerNorms do not decay
     muon_decay: Planned[float] = None  # Muon's weight decay. If it is not set, weight_decay's
-    beta1: float = 0.9  # AdamW: decay rate of the moving average of gradients
-    beta2: float = 0.99  # AdamW: decay rate of the moving average of squared gradients
+    beta1: Share = 0.9  # AdamW: decay rate of the moving average of gradients
+    beta2: Share = 0.99  # AdamW: decay rate of the moving average of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this. 0 disables clipping
     # schedule
     schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate decays
     warmup_iters: Planned[int] = None  # steps of linear warm-up
-    hold: float = 0.0  # linear: fraction of the steps after warm-up before the decay starts
+    hold: Share = 0.0  # linear: fraction of the steps after warm-up before the decay starts
     min_lr: Planned[float] = None  # final learning rate
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split

@@ -22,6 +22,7 @@ from gptling.files import UserError as UserError  # re-exported
 
 CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
+Share = Annotated[float, "at most 1"]
 AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
@@ -45,7 +46,9 @@ def describe(error: Exception) -> str:
     if re.match("No module named '(datasets|pyarrow)", str(error)):
         return f"{error}: pip install -e '.[datasets]'"
     known = UserError | ModuleNotFoundError | UnicodeError
-    if isinstance(error, known) or getattr(error, "filename", None):  # of a file that is named
+    if isinstance(error, known) or getattr(
+        error, "filename", None
+    ):  # an OSError that names its file
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
@@ -124,7 +127,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
     """Return the field that a flag sets, and its words for tyro: "curves" and ["--no-curves"] for
-    --curves=false, "compile" and ["--compile=True"] for --compile=true. An unknown flag is apart
+    --curves=false, "compile" and ["--compile=True"] for --compile=true. An unknown flag is split
     from its value, so that tyro finds a similar one."""
     name, _, value = flag.partition("=")
     field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
@@ -140,9 +143,11 @@ def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def check_numbers(config: Any):
-    """Raise ValueError for a number that is negative or NaN, and for a PositiveInt of 0."""
+    """Raise ValueError for a number that is negative or NaN, a PositiveInt of 0, a Share over 1."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         lowest = next((n for n in (1, -1) if f"at least {n}" in str(hint)), 0)
         if isinstance(value, int | float) and not value >= lowest:  # which NaN is not, either
             raise ValueError(f"--{name}={value}: must be at least {lowest}")
+        if "at most 1" in str(hint) and (value or 0) > 1:
+            raise ValueError(f"--{name}={value}: must be at most 1")

@@ -47,9 +47,9 @@ class CompareConfig:
 def execute(*command: str | Path) -> str:
     """Run a program and return the last line that it prints. If it fails, exit with its last lines.
     git works on an index in out/compare: yours stays as it is."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8"}
-    options["env"] = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}
-    process = subprocess.run(command, **options)
+    env = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.run(command, **pipes, encoding="utf-8", env=env)
     lines = process.stdout.splitlines() or [""]
     if process.returncode:
         sys.exit("\n".join([f"{shlex.join(map(str, command))}:", *lines[-20:]]))
@@ -171,7 +171,7 @@ def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
         differences = [loss - before for before, loss in pairs]
         verdict = judge(differences, steps[name])
         for side in (first, name):
-            if not logs[side][0][-1].get("is_cross_entropy", True):  # older code has no True
+            if not logs[side][0][-1].get("is_cross_entropy", True):  # older code logs False alone
                 verdict = f"no answer: the loss of {side} is not the cross-entropy of its logits"
         print(f"{name} against {first} {question}: {verdict}")
 

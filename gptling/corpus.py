@@ -44,7 +44,7 @@ NO_EXAMPLE = re.compile(
 
 # What separates documents, with the newlines after it: "one<|endoftext|>\n\ntwo" is "one", "two".
 MARK = re.compile(re.escape(END_OF_TEXT) + r"\n*+")
-# One that does not end what is read so far: more newlines may follow.
+# A mark, but not at the end of what is read so far, where more newlines may follow.
 MARK_INSIDE = re.compile(MARK.pattern + r"(?!\Z)")
 # What comes before a cut, as much as possible: up to a letter before white space, since no token
 # has both ("so many" of "so many words"), or else up to a "<", which may begin a mark, or else all.
@@ -116,8 +116,9 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
 
 
 def read_pieces(source: Path, field: str, refused: list) -> Iterator[tuple[str, bool]]:
-    """Yield the text of a file as (piece, whether its document ends). Pieces end between tokens. A
-    record without a text is left out. One line about all of these is added to `refused`.
+    """Yield the text of a file as (piece, whether its document ends). Pieces end between tokens if
+    possible. A record without a text is left out, and one line about all of these is added to
+    `refused`.
 
     "one<|endoftext|>two" is ("one", True), ("two", True), if it is short. A long document is in
     pieces that are False, before the last one.
@@ -192,7 +193,7 @@ def measure(source: Path, field: str, refused: list) -> array:
 def validation_bytes(sizes: np.ndarray) -> np.ndarray:
     """How many bytes at the end of each document are for validation, about a tenth of all. Of ten
     documents or more these are whole ones, evenly spread: of 20 equal ones the 10th and the 20th.
-    If these are less than half of it, because others are too long, the end of the longest is."""
+    If these make less than half of that tenth, the end of the longest document is used too."""
     n = len(sizes)
     if n < 10:
         return np.minimum(sizes // 10, MAX_VALIDATION // n)
@@ -237,8 +238,8 @@ class Corpus:
                     refused = [f"{type(error).__name__}: {error}"]
                 self.refused += [f"{label}: {line}" for line in refused]
         hashes, sizes = np.array(measured).reshape(-1, 2).T
-        with_text = np.flatnonzero(sizes)  # numbers of documents
-        _, first = np.unique(hashes[with_text], return_index=True)  # places in with_text
+        with_text = np.flatnonzero(sizes)  # indices of documents
+        _, first = np.unique(hashes[with_text], return_index=True)  # indices in with_text
         self.n_documents = len(first)
         self.n_repeated = len(with_text) - len(first)
         if not self.n_documents:

@@ -139,7 +139,7 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.nd
     places = []
     for shard, length in enumerate(lengths):
         # T tokens are left over, so that the first sequence may begin at any of T places. A shard
-        # without so many has one sequence.
+        # of T + 1 to 2 T tokens has one sequence, a shorter one has none.
         n = max(length // T - 1, int(length > T))
         n_firsts = min(T, length - n * T)
         rng = np.random.default_rng((seed, epoch, shard))

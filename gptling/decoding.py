@@ -75,7 +75,7 @@ def use_onednn(model: nn.Module):
 class StaticCache:
     """Keys and values of a layer in a CUDA graph, whose shapes are fixed: each step sees all
     block_size columns. New ones are stored in column `slot`, a tensor. The padding_mask hides the
-    columns that are still empty. With a window of 4, two tokens before and one new:
+    columns that are still empty. With a block_size of 4, two tokens before and one new:
 
         a b . .    slot 2    a b c .    visible: a b c, so c has position 2
     """

@@ -18,7 +18,7 @@ def sync(path: Path):
     """Have the system write a file to the disk now, or a directory if its drive can do that."""
     if os.name == "nt":
         return  # Windows lets nobody open a directory
-    ignored = [OSError] if path.is_dir() else []  # for files an error is one
+    ignored = [OSError] if path.is_dir() else []  # an error for a file counts
     with contextlib.suppress(*ignored):
         descriptor = os.open(path, os.O_RDONLY)
         try:

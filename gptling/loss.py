@@ -23,8 +23,8 @@ def is_cross_entropy(model: torch.nn.Module, idx, targets) -> bool:
 
 
 def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return what training minimises, and its parts. (logits, loss, {"z": z}), what a changed
-    GPT.forward may return, is loss + z and {"loss": loss, "z": z}."""
+    """Return what training minimises, and its parts. A changed GPT.forward may return (logits,
+    loss, {"z": z}): the objective is then loss + z, and the parts are {"loss": loss, "z": z}."""
     _, loss, *more = output
     added = more[0] if more else {}
     return sum(added.values(), start=loss), {"loss": loss} | added
@@ -43,12 +43,12 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
     number of tokens, and is_cross_entropy of the model."""
     batch_size = max(1, min(batch_size, EVALUATED_AT_ONCE // data.block_size))
     sums = []  # of losses and of targets that count, on the device, which nothing waits for
-    comparable = True
+    is_plain = True
     model.eval()
     for idx, targets in data.validation_batches(batch_size, processes):
         with autocast:
             if not sums:
-                comparable = is_cross_entropy(model, idx, targets)
+                is_plain = is_cross_entropy(model, idx, targets)
             _, loss, *_ = model(idx, targets)  # a mean over the targets that count: not -100
         count = (targets != -100).sum()
         sums.append(torch.stack([loss * count, count]))
@@ -64,7 +64,7 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
         "val_loss": nats,
         "bits_per_byte": bits_per_byte,
         "val_tokens": data.val_targets,
-        "is_cross_entropy": comparable,
+        "is_cross_entropy": is_plain,
     }
 
 

@@ -100,7 +100,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor on the device of another one and, if it has its shape, sharded as that is."""
+    """The tensor on the device of `like`. If `like` has the same shape and is sharded, sharded in
+    the same way."""
     tensor = tensor.to(like.device)
     if not hasattr(like, "device_mesh") or tensor.shape != like.shape:
         return tensor

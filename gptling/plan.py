@@ -1,6 +1,6 @@
 """Plan a training run for a given time: train.py --minutes.
 
-The rules are fitted to the sweeps in docs/minutes.md. Parameters grow with the tokens as in
+Rules are fitted to the sweeps in docs/experiments/planner. Parameters grow with the tokens as in
 Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556, batches as in Bergsma et al. 2025,
 https://arxiv.org/abs/2505.13738, the weight decay as in Wang and Aitchison 2024,
 https://arxiv.org/abs/2405.13698."""
@@ -256,8 +256,8 @@ class Planner:
         return {"max_iters": max_iters, "eval_interval": interval, "eval_tokens": eval_tokens}
 
     def decays(self) -> dict:
-        """Return AdamW's and Muon's weight decay: 1 / (rate * steps in which matrices forget), but
-        0.1 to 0.8. They forget within 8 / epochs of an epoch, 0.8 if there are more than ten. With
+        """Return AdamW's and Muon's weight decay: 1 / (rate * steps in which matrices forget), from
+        0.1 to 0.8. They forget within 0.8 epochs, or 8 / epochs if the run has fewer than ten. With
         init_from both are 0.1."""
         config = self.config
         if config.weight_decay is not None:
@@ -306,8 +306,11 @@ class Planner:
         fill_in(candidate, {"max_iters": 1, "weight_decay": 0.1})  # they change no step's time
         batch = self.data.batch(candidate, 0, self.processes)
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
-        limit = min(0.025 * 60 * self.config.minutes, 3.75)  # seconds. Four models are a tenth
-        times = [-self.seconds_left()]  # of each step's end. The first one allocates, and compiles
+        # Seconds to measure, of which four models use a tenth of the time.
+        limit = min(0.025 * 60 * self.config.minutes, 3.75)
+        # Minus the seconds left, at the start and after each step. The first step allocates, and
+        # compiles.
+        times = [-self.seconds_left()]
         worked = []  # seconds of this thread's processor, after each step
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
@@ -354,15 +357,16 @@ def complete(config, last: str, resumed, small: dict, longest: float, set_up, pr
 
 def plan_run(config, longest: float, set_up, processes):
     """Plan the fields that are None for a run of config.minutes, and print the plan."""
-    data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # any that exist
+    data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # they do not matter here
     planner = Planner(config, data, longest, set_up, processes)
     planned = [name for name, value in vars(config).items() if value is None]
+    if config.optimizer != "muon":
+        planned = [name for name in planned if not name.startswith("muon")]
     planner.plan()
     plan = []
     for name in planned:
         value = getattr(config, name)
-        is_used = value is not None and (config.optimizer == "muon" or name[:4] != "muon")
-        if is_used:
+        if value is not None:
             plan.append(f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}")
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
@@ -434,8 +438,8 @@ class Clock:
         fitting = before
         if has_news:
             fitting = self.fitting_steps(step, 60 * self.config.minutes - now)
-        said = fitting if self.processes.is_main else 0  # the largest is the first process's
-        self.config.max_iters = self.processes.all_reduce_max(said)
+        proposed = fitting if self.processes.is_main else 0  # the first process's is the largest
+        self.config.max_iters = self.processes.all_reduce_max(proposed)
         return self.config.max_iters != before
 
     def note(self, step: int, elapsed: float) -> bool:
@@ -457,10 +461,9 @@ class Clock:
         """Return max_iters, or another number if the run would miss its end by more than 1 % of all
         its time and 10 % of what is left."""
         last = self.config.max_iters
-        seconds_left -= SAVING
-        too_late = self.left(step, last) - seconds_left
+        too_late = self.left(step, last) + SAVING - seconds_left
         if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds_left):
             return last
         longer = range(step + 1, max(self.most, last) + 1)
-        fit = bisect.bisect(longer, seconds_left, key=lambda n: self.left(step, n))  # of these
+        fit = bisect.bisect(longer, seconds_left - SAVING, key=lambda n: self.left(step, n))
         return step + max(1, fit)

@@ -82,8 +82,8 @@ class Processes:
         if self.world_size == 1:
             return model
         torch._dynamo.config.optimize_ddp = False  # a compiled step is not cut at DDP's buckets
-        # Otherwise DDP groups gradients anew after the first step, also that of a resumed run, and
-        # sums them in another order.
+        # Without unused parameters DDP regroups gradients after the first step, also that of a
+        # resumed run, and then sums in another order.
         options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
         parallel = DistributedDataParallel(model, **options)
         parallel.broadcast_buffers = False  # each process has its own

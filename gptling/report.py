@@ -6,6 +6,7 @@ import shlex
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -147,7 +148,7 @@ class Report:
         self.log(step=self.progress.step, max_iters=steps)
         self.bar.total = steps
 
-    def evaluation(self, metrics: dict[str, float], best: bool):
+    def evaluation(self, metrics: dict[str, Any], best: bool):
         """Report an evaluation."""
         self.log(**metrics, parameters=self.n_parameters)
         line = "validation"
@@ -215,12 +216,12 @@ class Report:
         """Return how often the text was seen, and if more of it or more time would help."""
         megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
         epochs = self.progress.step * tokens_per_step(self.config) / data.n_tokens
-        if self.progress.step >= self.clock.most:
-            hint = "More text would help now, more time would not: the model would overfit."
+        if best_step < self.progress.step and epochs >= self.clock.good_epochs:
+            hint = f"It has overfitted since step {best_step}: more text would help."
+        elif self.progress.step >= self.clock.most:
+            hint = "More text would help now, more time would not: it would overfit."
         elif epochs < self.clock.good_epochs:
             hint = "More time would help."
-        elif best_step == self.progress.step:
-            hint = "More time would help a little, and more text would help more."
         else:
-            hint = f"It has overfitted since step {best_step}: more text would help."
+            hint = "More time would help a little, and more text would help more."
         return f"It has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"

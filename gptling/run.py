@@ -32,7 +32,7 @@ class Progress:
 
     step: int = 0  # steps done
     best: float = math.inf  # the lowest validation loss
-    seconds: float = 0.0  # of all sessions, up to now
+    seconds: float = 0.0  # of all sessions, up to this step
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:
@@ -51,8 +51,9 @@ def read_metrics(checkpoint: Path) -> dict[str, Any]:
 
 
 def best_checkpoint(run: str | Path) -> Path | None:
-    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones. A
-    last evaluation of the whole split has a comparable_loss too: over the part of those before."""
+    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones. If
+    the last evaluation covers the whole split, its comparable_loss counts: over the part that the
+    evaluations before it cover."""
 
     def loss(checkpoint):
         metrics = read_metrics(checkpoint)
@@ -169,7 +170,7 @@ class RunDirectory:
         Return how far the run is. Raises UserError unless each trained parameter is in one
         optimizer."""
         check_optimizers(model, optimizers)
-        self.remember_code(config, model, optimizers)
+        self.remember_start(config, model, optimizers)
         if not state:
             return Progress()
         if changed := [k for k, value in self.code.items() if value != state["code"].get(k)]:
@@ -185,9 +186,9 @@ class RunDirectory:
                 thing.load_state_dict({k: like(value, now.get(k)) for k, value in before.items()})
         return state["progress"]
 
-    def remember_code(self, config: Any, model, optimizers: list):
-        """Keep what checkpoints will have: train.py and model.py, and the optimizers' settings as
-        they are before the first step."""
+    def remember_start(self, config: Any, model, optimizers: list):
+        """Keep train.py, model.py and the optimizers' settings before the first step, for the
+        checkpoints to come."""
         modules = [sys.modules[type(settings).__module__] for settings in (config, model.config)]
         files = [Path(getattr(module, "__file__", "")) for module in modules]
         # A script that Python reads from a pipe, or exec() runs, has no file.
@@ -290,7 +291,7 @@ def load_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: 
 
 def restore_settings(optimizer: torch.optim.Optimizer, first: list[dict], last: list[dict]):
     """Set what training had changed, group by group. Momentum that was 0.9 at first and 0.95 at
-    last is 0.95 again if it is 0.9 now. Another value is one that a flag or the code has now."""
+    last is 0.95 again if it is 0.9 now. Any other value now is a flag's or the code's and stays."""
     for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
         for name, value in after.items():
             if value != before.get(name) and group.get(name) == before.get(name):

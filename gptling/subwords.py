@@ -39,7 +39,7 @@ def split_word(word: str, tokenizer: tiktoken.Encoding, dropout: float, rng: ran
         lowest = math.inf
         for i, (left, right) in enumerate(pairwise(tokens)):
             rank = ranks.get(left + right, math.inf)
-            if rank < lowest and rng.random() >= dropout:  # drawn for these alone
+            if rank < lowest and rng.random() >= dropout:  # others draw no number
                 lowest = rank
                 place = i
                 merged = left + right

@@ -97,7 +97,7 @@ def characters_of(texts: Iterable[str]) -> list[bytes]:
 def choose_size(sample: list[str], n_bytes: int) -> int:
     """Return the vocabulary size of a BPE for a text of n_bytes, or 0 for characters: 512 for
     100 kB, 2048 for 1 MB. A character of several bytes needs a merge for each byte but one."""
-    if n_bytes < 50_000:  # the numbers are fitted: docs/minutes.md
+    if n_bytes < 50_000:  # the numbers are fitted: docs/experiments/planner
         return 0
     size = 20 * n_bytes ** (1 / 3) if n_bytes >= 500_000 else 512
     size += sum(len(character) - 1 for character in characters_of(sample))
@@ -120,7 +120,8 @@ def train_bpe(sample: list[str], size: int) -> tiktoken.Encoding:
 
 
 def from_tokens(name: str, tokens: list[bytes], end_of_text: bool, pattern=ANY_CHARACTER):
-    """A tokenizer with these tokens. The pattern cuts a text into single characters."""
+    """A tokenizer with these tokens. The pattern cuts a text into words, here into single
+    characters, which tokens never cross."""
     ranks = {token: i for i, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
@@ -142,8 +143,9 @@ def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_t
     """Make one of TOKENIZERS from the texts, or get one of tiktoken's. Raises UserError."""
     if kind in ("auto", "bpe"):
         sample, n_bytes = draw_sample(texts)
-        usual = choose_size(sample, n_bytes) if kind == "auto" else 4096
-        size = vocab_size or usual
+        size = vocab_size or 4096
+        if kind == "auto" and not vocab_size:
+            size = choose_size(sample, n_bytes)
         if size:
             tokenizer = train_bpe(sample, size)
         else:

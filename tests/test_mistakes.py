@@ -66,6 +66,8 @@ MISTAKES = [
     ("train.py NEW --dataset=mine --n_embd=30 --n_head=4", "30", "4", "divisible"),
     ("train.py --max_iters=0", "--max_iters=0", "at least 1", 2),
     ("train.py --learning_rate=nan", "--learning_rate=nan", 2),
+    ("train.py --dropout=20", "--dropout=20", "at most 1", 2),
+    ("train.py --hold=50", "--hold=50", "at most 1", 2),
     ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),

@@ -414,12 +414,12 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
     assert (config["n_layer"], config["muon_lr"]) == (1, 0.04) and config["minutes"] == 0.06
     steps = config["max_iters"]
-    start = output.index("plan for 0.06 min: block_size=")
-    plan = output[start : output.index("\ndata:")]
-    assert "n_layer" not in plan and "muon_lr" not in plan  # they are given
-    for name in ("n_embd", "dropout", "batch_size", "learning_rate", "muon_decay", "eval_tokens"):
-        assert re.search(rf"\s{name}={config[name]:.3g}(,|$)", plan), name
-    assert re.search(r"\smax_iters=\d+,", plan)
+    plan = dict(re.findall(r"(\w+)=([^,\s]+)", output.partition("\ndata:")[0]))
+    fields = {name for name, value in vars(TrainConfig()).items() if value is None}
+    assert plan.keys() == fields - {"n_layer", "muon_lr"}  # which are given
+    for name in plan.keys() - {"max_iters"}:  # the machine's speed may have changed it
+        value = config[name]
+        assert plan[name] == (f"{value:.3g}" if isinstance(value, float) else str(value)), name
     assert (here / f"out/mine/checkpoint-{steps}").is_dir()
     assert f"step {steps}/{steps} | validation" in output
 

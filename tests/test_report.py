@@ -163,6 +163,7 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
         (3.9, "0.00", 10, "More time would help."),
         (6.0, "2.00", 12, "More time would help a little, and more text would help more."),
         (6.0, "2.00", 10, "It has overfitted since step 10: more text would help."),
+        (16, "0.00", 12, "More text would help now, more time would not: it would overfit."),
     ],
 )
 def test_the_last_lines_say_what_the_loss_means_and_what_is_next(
@@ -174,6 +175,7 @@ def test_the_last_lines_say_what_the_loss_means_and_what_is_next(
     report = report_of(tmp_path, step=12, max_iters=20, batch_size=5, block_size=100)
     val = {"val_bytes": 20 * (1000 if size == "2.00" else 1), "val_targets": 10}
     data = SimpleNamespace(n_tokens=6000 / epochs, **val)
+    report.clock.most = 12 if epochs == 16 else 99
     monkeypatch.setattr("gptling.threads.STARTED", time.perf_counter() - 7.2)
     report.close(data, stopped=False)
     done = "Done in 7 s. Best: 1.235 bits per byte over 4 of 10 tokens, "
