@@ -71,8 +71,8 @@ def fill_in(config, values: dict):
 
 def eval_part(config) -> int:
     """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is -1, those before
-    the last one have a share of the time. A token costs a third of its training, without a
-    backward pass."""
+    the last one have a share of the time. Training one token takes as long as evaluating three,
+    without a backward pass."""
     if config.eval_tokens >= 0:
         return config.eval_tokens
     tokens = EVALUATING_SHARE * config.eval_interval * 3 * tokens_per_step(config)
@@ -80,7 +80,7 @@ def eval_part(config) -> int:
 
 
 def evaluation_time(config, step: float, tokens: float) -> float:
-    """Return the seconds of an evaluation, by those of a step: a third, without a backward pass."""
+    """Return the seconds to evaluate so many tokens, given those of a step: see eval_part."""
     return step * tokens / tokens_per_step(config) / 3
 
 
@@ -345,13 +345,13 @@ def complete(config, last: str, resumed, small: dict, longest: float, set_up, pr
     settings, or None; longest: the longest sequence that --init_from allows; set_up: train.py's.
     """
     is_planned = last == "minutes" or config.max_iters is None
-    if config.resume and last == "minutes":
+    if config.resume and last == "minutes":  # so many more
         extend(config, resumed)
-    elif not resumed and is_planned and not config.eval_only:
+    elif not resumed and is_planned and not config.eval_only:  # a new run
         config.max_iters = None
         plan_run(config, longest, set_up, processes)
-    elif not resumed or last == "max_iters":
-        config.minutes = 0.0  # the steps set the length
+    elif not resumed or last == "max_iters":  # a run whose steps set its length, from now on
+        config.minutes = 0.0
         fill_in(config, small | {"block_size": min(small["block_size"], longest)})
 
 
