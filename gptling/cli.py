@@ -116,8 +116,12 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
 def read_preset(name: str) -> dict[str, Any]:
     """Return the settings of a preset. config/NAME.toml is found from any directory."""
     if not name.endswith(".toml"):
-        ways = f"python prepare.py {name} reads a text, --dataset={name} trains on a prepared one"
-        raise UserError(f"{name} is no preset: {ways}, --out_dir={name} --resume continues a run")
+        hint = f"python prepare.py {name} reads a text and prints the next command"
+        if Path("data", name).is_dir():
+            hint = f"--dataset={name} trains on that text"
+        elif Path(name, "log.jsonl").is_file():
+            hint = f"--out_dir={name} --resume continues that run"
+        raise UserError(f"{name} is no preset: {hint}")
     file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))

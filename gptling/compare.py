@@ -99,13 +99,19 @@ def train(side: Side, seed: int, steps: int) -> list[dict]:
     digest = hashlib.sha256(key.encode()).hexdigest()
     finished = OUT / f"{digest}.jsonl"
     if not finished.exists():
-        print(f"seed {seed}: {side.name}, {steps} steps")
+        print(f"seed {seed}: {side.name}, {steps} steps", end="", flush=True)
         folder = OUT / side.name
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
+        log = read_log(folder / "run" / "log.jsonl")
+        print(f": {log[-1]['bits_per_byte']:.3f} bits per byte in {log[-1]['seconds']:.0f} s")
         shutil.copy(folder / "run" / "log.jsonl", finished)
-    lines = finished.read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return read_log(finished)
+
+
+def read_log(file: Path) -> list[dict]:
+    """Return the lines of a log.jsonl."""
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
 def train_all(sides: list[Side], steps: dict[str, list[int]]) -> dict[str, list]:
@@ -137,9 +143,13 @@ def steps_in_the_same_time(logs: dict[str, list], n_steps: int) -> dict[str, lis
     return steps
 
 
-def judge(differences: list[float], steps: list[int]) -> str:
-    """Say what differences of losses show: the second side's minus the first's, seed by seed.
-    steps: the second side's in the time of the first side's. They must agree to a tenth."""
+def agree(steps: list[int]) -> bool:
+    """Return whether the steps of all seeds in the same time agree to a tenth."""
+    return max(steps) <= 1.1 * min(steps)
+
+
+def judge(differences: list[float]) -> str:
+    """Say what differences of losses show: the second side's minus the first's, seed by seed."""
     n = len(differences)
     difference = mean(differences)
     if n == 1:
@@ -149,8 +159,6 @@ def judge(differences: list[float], steps: list[int]) -> str:
     half = T_QUANTILES[freedom - 1] * standard_error
     size = abs(difference)
     interval = f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte"
-    if max(steps) > 1.1 * min(steps):
-        return f"the times vary too much to say ({interval}): delete {OUT} and try again"
     if size <= half:
         return f"no difference that {n} seeds can show ({interval}, negative is better)"
     verdict = "better" if difference < 0 else "worse"
@@ -169,7 +177,7 @@ def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
     for name in others:
         pairs = zip(losses[first], losses[name], strict=True)
         differences = [loss - before for before, loss in pairs]
-        verdict = judge(differences, steps[name])
+        verdict = judge(differences)
         for side in (first, name):
             if not logs[side][0][-1].get("is_cross_entropy", True):  # older code logs False alone
                 verdict = f"no answer: the loss of {side} is not the cross-entropy of its logits"
@@ -187,13 +195,22 @@ def main():
     script = OUT / first.name / "steps.py"
     n_steps = int(execute(sys.executable, script, *first.flags))
 
+    most = config.seeds * (2 * len(sides) - 1)
+    print(f"{most} runs or fewer. After Ctrl-C, the same command continues after the last one.")
     steps = {side.name: [n_steps] * config.seeds for side in sides}
     logs = train_all(sides, steps)
     report(logs, steps, f"after {n_steps} steps")
 
     steps = steps_in_the_same_time(logs, n_steps)
-    logs = train_all(sides, steps)
-    report(logs, steps, f"in the time of {n_steps} steps")
+    for side in sides[1:]:
+        if not agree(steps[side.name]):
+            verdict = f"its steps' times vary too much to say: delete {OUT} and try again"
+            print(f"{side.name} against {first.name} in the time of {n_steps} steps: {verdict}")
+            sides.remove(side)
+            del steps[side.name]
+    if len(sides) > 1:
+        logs = train_all(sides, steps)
+        report(logs, steps, f"in the time of {n_steps} steps")
 
 
 if __name__ == "__main__":

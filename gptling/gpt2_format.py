@@ -227,7 +227,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     said = f"tensors in only one: {differing or 'none'}; "
     said += f"logits: {'same' if unchanged else 'other'}"
     if not unchanged and not allow_changed:
-        remedy = "train.py --allow_changed_model trains on from it"
+        remedy = "undo your edit, or train on from it with train.py --allow_changed_model"
         raise ValueError(f"model.py computes something else than that model ({said}): {remedy}")
     if differing or allow_changed:
         print(f"{directory}: {said}")

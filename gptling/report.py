@@ -143,8 +143,10 @@ class Report:
 
     def new_plan(self):
         """Report that max_iters has changed."""
-        steps, seconds = self.config.max_iters, self.clock.step_time()
-        self.say(f"the plan is now {steps:,} steps, at {1000 * seconds:.0f} ms per step")
+        steps = self.config.max_iters
+        times = f"{1000 * self.clock.step_time():.0f} ms each"
+        times += f" and {self.clock.evaluation_time():.1f} s for an evaluation"
+        self.say(f"the plan is now {steps:,} steps, {times}")
         self.log(step=self.progress.step, max_iters=steps)
         self.bar.total = steps
 
@@ -164,7 +166,7 @@ class Report:
         self.say(line)
 
     def sample(self, model, data, seed: int):
-        """Print the validation text's first tokens, a bar, and two lines of the model's text."""
+        """Print the validation text's first tokens, a bar, and the model's text, in two lines."""
         decode = data.tokenizer.decode
         prompt = data.val[:8].tolist()
         idx = torch.tensor([prompt], device=model.valid_tokens.device)
@@ -180,7 +182,7 @@ class Report:
         text = " ".join(decode(prompt).split()) + " | " + decode(drawn)
         lines = [line for line in text.splitlines() if line.strip()]
         for line in lines[:2]:
-            self.say(line.rstrip()[:80])
+            self.say(f"sample: {line.rstrip()[:80]}")
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def close(self, data, stopped: bool):
@@ -190,21 +192,19 @@ class Report:
             self.run.finish()
         out_dir = shlex.quote(self.config.out_dir)
         if stopped:
-            print(f"\nStopped at step {self.progress.step}.")
+            print(f"\nStopped at step {self.progress.step}, and saved.")
             print(f"Next: python train.py --out_dir={out_dir} --resume")
             return
         if not self.processes.is_main:
             return
         best = best_checkpoint(self.config.out_dir)
         metrics = read_metrics(best)
-        bits = metrics["bits_per_byte"]
-        loss = f"{bits:.3f} bits per byte"
+        loss = f"{metrics['bits_per_byte']:.3f} bits per byte"
         tokens = metrics["val_tokens"]
         if tokens < self.clock.all_tokens:
             loss += f" over {tokens:,} of {self.clock.all_tokens:,} tokens"
         seconds = self.clock.seconds() - self.clock.before
         print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
-        print(f"It gives the next byte of new text a chance of 1 in {2**bits:.1f}, not 1 in 256.")
         print(self.advice(data, metrics["step"]))
         if self.gpu:
             gigabytes = torch.cuda.max_memory_allocated() / 1e9

@@ -148,7 +148,8 @@ class RunDirectory:
             self.lock = lock_directory(self.path)
         checkpoints = list_checkpoints(self.path)
         if config.resume and not checkpoints:
-            raise UserError(f"{self.path} has no checkpoint to resume: give another --out_dir")
+            ways = "begin without --resume, or give another --out_dir"
+            raise UserError(f"{self.path} has no checkpoint to resume: {ways}")
         if config.overwrite or not checkpoints:
             return config, None, {}
         if not (config.resume or config.auto_resume):
@@ -158,7 +159,7 @@ class RunDirectory:
         config = resumed_config(config, state["config"], given, fixed)
         more_time = config.resume and "minutes" in given
         if state["progress"].step >= config.max_iters and not more_time:
-            ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} more steps"
+            ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} ends there"
             raise UserError(f"{self.path} has all its {config.max_iters} steps: {ways}")
         return config, checkpoints[-1], state
 

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 
 from gptling import compare
 from gptling.cli import run
-from gptling.compare import T_QUANTILES, judge, step_time
+from gptling.compare import T_QUANTILES, agree, judge, step_time
 from tests.conftest import ROOT, TINY, output_of, read_log
 from tests.edits import copy_edited
 
@@ -56,7 +57,7 @@ def run_compare(trained, tmp_path, monkeypatch, capsys, train_here):
             loss, *ms = fake(script.parent.name, int(given["seed"]), steps)
             log = [{"step": 10 + 10 * i, "ms": value} for i, value in enumerate(ms)]
             end = {"step": steps, "val_loss": 1, "parameters": 7, "bits_per_byte": loss}
-            log.append(end)
+            log.append(end | {"seconds": 600})
             out_dir.mkdir(exist_ok=True)
             (out_dir / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
 
@@ -103,20 +104,23 @@ UNCLEAR = [-0.03, 0.01, -0.01]  # mean -0.01, deviation 0.02, of 3: half is 4.30
 
 
 @pytest.mark.parametrize(
-    "differences, steps, words",
+    "differences, words",
     [
-        (CLEAR, [9], "better by 0.0200 bits per byte (0.0041 to 0.0359)"),
-        ([-d for d in CLEAR], [9], "worse by 0.0200 bits per byte (0.0041 to 0.0359)"),
-        (CLEAR, [76, 66, 114, 80], "the times vary too much to say (-0.0359 to -0.0041 bits"),
-        (UNCLEAR, [100, 105, 109], "no difference that 3 seeds can show (-0.0597 to +0.0397 bits"),
-        (UNCLEAR, [100, 105, 111], "the times vary too much to say (-0.0597 to +0.0397 bits"),
-        ([-0.3], [9], "-0.3000 bits per byte with one seed, which cannot say"),
-        ([0.0, 0.0], [9], "no difference that 2 seeds can show (+0.0000 to +0.0000 bits"),
-        (12 * [-0.1, 0.0], [9], "better by 0.0500 bits per byte (0.0264 to 0.0736)"),
+        (CLEAR, "better by 0.0200 bits per byte (0.0041 to 0.0359)"),
+        ([-d for d in CLEAR], "worse by 0.0200 bits per byte (0.0041 to 0.0359)"),
+        (UNCLEAR, "no difference that 3 seeds can show (-0.0597 to +0.0397 bits"),
+        ([-0.3], "-0.3000 bits per byte with one seed, which cannot say"),
+        ([0.0, 0.0], "no difference that 2 seeds can show (+0.0000 to +0.0000 bits"),
+        (12 * [-0.1, 0.0], "better by 0.0500 bits per byte (0.0264 to 0.0736)"),
     ],
 )
-def test_a_difference_is_called_one_only_beyond_the_interval_of_pairs(differences, steps, words):
-    assert judge(differences, steps).startswith(words)
+def test_a_difference_is_called_one_only_beyond_the_interval_of_pairs(differences, words):
+    assert judge(differences).startswith(words)
+
+
+def test_times_agree_to_a_tenth():
+    assert agree([9]) and agree([100, 105, 110])
+    assert not agree([100, 105, 111]) and not agree([76, 66, 114, 80])
 
 
 def test_the_time_of_a_step_is_the_mean_over_all_steps_after_the_warm_up():
@@ -198,11 +202,12 @@ def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
         assert flags <= set(found[4:])
     for line in (f"{a}: 7 parameters, 200 steps, 2.200", f"{b}: 7 parameters, 160 steps, 2.275"):
         assert f"{line} bits per byte\n" in printed.out
-    lines = [f"seed {seed}: {name}, {steps} steps" for name, seed, steps in expected]
-    assert [line for line in printed.out.splitlines() if line.startswith("seed")] == lines
+    lines = [f"seed {seed}: {name}, {steps} steps: " for name, seed, steps in expected]
+    said = re.findall("^(seed.*: )[0-9.]+ bits per byte in 600 s$", printed.out, re.M)
+    assert said == lines and printed.out.startswith("9 runs or fewer.")
     differences = [[11 / 200, 12 / 200, 13 / 200], [11 / 160, 12 / 154, 13 / 167]]
     for question, values in zip(("after", "in the time of"), differences, strict=True):
-        assert f"{b} against {a} {question} 200 steps: {judge(values, [1])}\n" in printed.out
+        assert f"{b} against {a} {question} 200 steps: {judge(values)}\n" in printed.out
     assert "worse by 0.0600 bits per byte (0.0476 to 0.0724)" in printed.out
 
 
@@ -224,20 +229,20 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
 
     assert train(interrupted=True)[1] == ["working-tree", "same", "same"]
     output, sides = train()
-    assert sides == ["same", "working-tree", "same", "same"]
+    assert sides == ["same", "working-tree"]
     assert train()[1] == []
     assert "after 10 steps: no difference that 2 seeds can show" in output
-    assert "in the time of 10 steps: the times vary too much to say" in output
+    assert "in the time of 10 steps: its steps' times vary too much to say" in output
     pytest.importorskip("matplotlib", reason="pip install -e '.[curves]'")
 
     # Everything that a run depends on makes new runs.
-    assert len(train("--n_layer=1")[1]) == 6
+    assert len(train("--n_layer=1")[1]) == 4
     Path("my.toml").write_text("n_head = 2\nmax_iters = 20\n")
-    assert len(train()[1]) == 6
+    assert len(train()[1]) == 4
     edit("train.py", '"""Train a GPT.', '"""Train a GPT!')
-    assert len(train()[1]) == 6
+    assert len(train()[1]) == 4
     edit("data/mine/meta.json", '"format": 1', '"format": 2')
-    assert len(train()[1]) == 6
+    assert len(train()[1]) == 4
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups")

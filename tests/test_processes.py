@@ -235,7 +235,9 @@ def test_torchrun_that_is_stopped_saves_a_checkpoint(here):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    stopped = re.search(r"Stopped at step (\d+).\nNext: python .* --out_dir=out/run", output)
+    stopped = re.search(
+        r"Stopped at step (\d+), and saved.\nNext: python .* --out_dir=out/run", output
+    )
     assert stopped and output.count("Stopped at step") == 1
     assert list_checkpoints(run)[-1].name == f"checkpoint-{stopped[1]}"
 

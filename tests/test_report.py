@@ -54,7 +54,8 @@ def test_a_run_prints_what_it_trains_and_its_evaluations(here):
         line += f", {entry['bits_per_byte']:.3f} bits per byte" + " (best)" * (
             losses[i] == min(losses[: i + 1])
         )
-        assert lines[lines.index(line) + 1].startswith(f"{label}{' '.join(words)} | ")
+        sample = lines[lines.index(line) + 1]
+        assert sample.startswith(f"{label}sample: {' '.join(words)} | ")
     assert len(losses) == 4
     assert [line[:10] for line in lines if "tokens/s" in line] == ["step  1/20", "step 20/20"]
 
@@ -182,12 +183,12 @@ def test_the_last_lines_say_what_the_loss_means_and_what_is_next(
     done += f"saved in {tmp_path}/checkpoint-10"
     then = f"python sample.py {tmp_path}"
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["", done] and "1 in 2.4" in lines[2]
-    assert lines[3] == f"It has seen {size} MB of text {epochs:.2g} times. {help}"
-    assert lines[4:] == [f"Next: {then}", f"      {then} --interactive"]
+    assert lines[:2] == ["", done]
+    assert lines[2] == f"It has seen {size} MB of text {epochs:.2g} times. {help}"
+    assert lines[3:] == [f"Next: {then}", f"      {then} --interactive"]
     report.close(data, stopped=True)
     command = f"python train.py --out_dir={tmp_path} --resume"
-    assert capsys.readouterr().out == f"\nStopped at step 12.\nNext: {command}\n"
+    assert capsys.readouterr().out == f"\nStopped at step 12, and saved.\nNext: {command}\n"
 
 
 def test_a_gpu_reports_its_share_of_the_peak_and_its_peak_memory(tmp_path, monkeypatch, capsys):

@@ -90,7 +90,10 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
     monkeypatch.setattr("train.Processes.all_reduce_max", lambda *_: next(signals, 0))
     process = train(*flags, cwd=here)
     assert process.returncode == 128 + signal.SIGTERM
-    assert b"Stopped at step 13.\nNext: python train.py --out_dir=out/mine --r" in process.stdout
+    assert (
+        b"Stopped at step 13, and saved.\nNext: python train.py --out_dir=out/mine --r"
+        in process.stdout
+    )
     resumed = train(*RESUME, cwd=here).stdout
     assert b"from step 13" in resumed and b"rate jumps" not in resumed
     assert_equal_runs(here / "out/whole", here / "out/mine", 20)
