@@ -11,9 +11,8 @@ import sys
 import tomllib
 from collections.abc import Callable
 from io import TextIOWrapper
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 from tqdm import tqdm
@@ -27,7 +26,6 @@ AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
-BOOLEANS = {"true": True, "false": False}
 
 
 def mentions(error: Exception, pattern: str) -> bool:
@@ -101,16 +99,24 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     while presets and words and words[0][:1] != "-":
         settings += read_preset(words.pop(0)).items()
     flags = [f"--{name}={value}" for name, value in settings] + words
-    parsed = [parse_flag(flag, hints) for flag in flags]
+    given = []  # names, the last one first
+    args = []
+    for flag in flags:
+        name, words = parse_flag(flag, hints)
+        given.insert(0, name)
+        args += words
     config = tyro.cli(
         cls,
-        args=list(chain.from_iterable(words for _, words in parsed)),
+        args=args,
         description=description.partition("References:")[0].strip(),
         use_underscores=True,
-        config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone),
+        config=(
+            tyro.conf.PositionalMetavarFromFieldName,
+            tyro.conf.DisallowNone,
+            tyro.conf.FlagConversionOff,
+        ),
     )
-    given = [name for name, _ in reversed(parsed) if name in hints]
-    return config, {name: getattr(config, name) for name in given}
+    return config, {name: getattr(config, name) for name in given if name in hints}
 
 
 def read_preset(name: str) -> dict[str, Any]:
@@ -130,20 +136,17 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the field that a flag sets, and its words for tyro: "curves" and ["--no-curves"] for
-    --curves=false, "compile" and ["--compile=True"] for --compile=true. An unknown flag is split
-    from its value, so that tyro finds a similar one."""
-    name, _, value = flag.partition("=")
-    field = name.lstrip("-").replace("-", "_").removeprefix("no_") if name[:2] == "--" else ""
-    if field in hints:
-        on = BOOLEANS.get(value.lower() if "=" in flag else "true")
-        if hints[field] is bool and on is not None:
-            negative = re.match("--no[-_]", name) is not None
-            return field, [f"--no-{field}" if on == negative else f"--{field}"]
-        if True in get_args(hints[field]) and "=" in flag and on is not None:
-            return field, [f"--{field}={on}"]
-        return field, [flag]
-    return field, (flag.split("=", 1) if field else [flag])
+    """Return the field that a flag sets, and its words for tyro: "curves" and ["--curves=False"]
+    for --no-curves, "width" and ["--width=9"] for --width=9. An unknown flag is split from its
+    value, so that tyro finds a similar one."""
+    name, equals, _ = flag.partition("=")
+    field = name.lstrip("-").replace("-", "_") if name[:2] == "--" else ""
+    positive = field.removeprefix("no_")
+    if hints.get(positive) is bool and not equals:
+        return positive, [f"--{positive}={field == positive}"]
+    if field and field not in hints:
+        return "", flag.split("=", 1)
+    return field, [flag]
 
 
 def check_numbers(config: Any):

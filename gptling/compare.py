@@ -52,7 +52,9 @@ def execute(*command: str | Path) -> str:
     process = subprocess.run(command, **pipes, encoding="utf-8", env=env)
     lines = process.stdout.splitlines() or [""]
     if process.returncode:
-        sys.exit("\n".join([f"{shlex.join(map(str, command))}:", *lines[-20:]]))
+        name = shlex.join(map(str, command))
+        end = "\n".join(lines[-20:])
+        sys.exit(f"{name}:\n{end}")
     return lines[-1].strip()
 
 
@@ -104,14 +106,16 @@ def train(side: Side, seed: int, steps: int) -> list[dict]:
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
         log = read_log(folder / "run" / "log.jsonl")
-        print(f": {log[-1]['bits_per_byte']:.3f} bits per byte in {log[-1]['seconds']:.0f} s")
+        end = log[-1]
+        print(f": {end['bits_per_byte']:.3f} bits per byte in {end['seconds']:.0f} s")
         shutil.copy(folder / "run" / "log.jsonl", finished)
     return read_log(finished)
 
 
 def read_log(file: Path) -> list[dict]:
     """Return the lines of a log.jsonl."""
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    lines = file.read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def train_all(sides: list[Side], steps: dict[str, list[int]]) -> dict[str, list]:
@@ -158,11 +162,15 @@ def judge(differences: list[float]) -> str:
     standard_error = stdev(differences) / math.sqrt(n)
     half = T_QUANTILES[freedom - 1] * standard_error
     size = abs(difference)
-    interval = f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte"
+    low = difference - half
+    high = difference + half
+    interval = f"{low:+.4f} to {high:+.4f} bits per byte"
     if size <= half:
         return f"no difference that {n} seeds can show ({interval}, negative is better)"
     verdict = "better" if difference < 0 else "worse"
-    return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
+    smallest = size - half
+    largest = size + half
+    return f"{verdict} by {size:.4f} bits per byte ({smallest:.4f} to {largest:.4f})"
 
 
 def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
@@ -187,30 +195,32 @@ def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
 def main():
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
+    flags = argv[end + 1 :]  # for train.py
     config, _ = load(CompareConfig, __doc__, argv[:end])
     OUT.mkdir(parents=True, exist_ok=True)
     _lock = lock_directory(OUT)  # until this process ends
-    sides = make_sides(config.patches, argv[end + 1 :], shlex.split(config.prepare))
+    sides = make_sides(config.patches, flags, shlex.split(config.prepare))
     first = sides[0]
     script = OUT / first.name / "steps.py"
     n_steps = int(execute(sys.executable, script, *first.flags))
 
-    most = config.seeds * (2 * len(sides) - 1)
-    print(f"{most} runs or fewer. After Ctrl-C, the same command continues after the last one.")
+    n_pairs = 2 * len(sides) - 1
+    print(f"{config.seeds * n_pairs} runs or fewer. The same command continues after Ctrl-C.")
     steps = {side.name: [n_steps] * config.seeds for side in sides}
     logs = train_all(sides, steps)
     report(logs, steps, f"after {n_steps} steps")
 
     steps = steps_in_the_same_time(logs, n_steps)
+    question = f"in the time of {n_steps} steps"
     for side in sides[1:]:
         if not agree(steps[side.name]):
-            verdict = f"its steps' times vary too much to say: delete {OUT} and try again"
-            print(f"{side.name} against {first.name} in the time of {n_steps} steps: {verdict}")
+            verdict = f"the times of steps vary too much to say: delete {OUT} and try again"
+            print(f"{side.name} against {first.name} {question}: {verdict}")
             sides.remove(side)
             del steps[side.name]
     if len(sides) > 1:
         logs = train_all(sides, steps)
-        report(logs, steps, f"in the time of {n_steps} steps")
+        report(logs, steps, question)
 
 
 if __name__ == "__main__":

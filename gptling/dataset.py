@@ -23,8 +23,6 @@ class Dataset:
             files = sorted(Path("data").glob("*/meta.json"))
             prepared = [file.parent.name for file in files]
             remedy = f"python prepare.py YOUR.txt --name={name}, or --dataset from {prepared}"
-            if Path(name).exists():  # a text itself
-                remedy = f"python prepare.py {name} prepares it, and prints the next command"
             raise UserError(f"{directory} has no prepared text: {remedy}")
         self.directory = directory
         meta = read_json(directory / "meta.json", "prepare the text again with --overwrite")

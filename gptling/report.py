@@ -166,23 +166,21 @@ class Report:
         self.say(line)
 
     def sample(self, model, data, seed: int):
-        """Print the validation text's first tokens, a bar, and the model's text, in two lines."""
+        """Print the validation text's first tokens, a bar, and the model's text, in one line."""
         decode = data.tokenizer.decode
         prompt = data.val[:8].tolist()
         idx = torch.tensor([prompt], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
         torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
         model.eval()
-        tokens = model.generate(idx, 160, temperature=0.8, top_k=200, generator=generator)
+        tokens = model.generate(idx, 80, temperature=0.8, top_k=200, generator=generator)
         drawn = [token.item() for token in tokens]
         model.train()
         if hasattr(model, "reshard"):  # see evaluate
             model.reshard()
         torch.use_deterministic_algorithms(self.config.deterministic)
-        text = " ".join(decode(prompt).split()) + " | " + decode(drawn)
-        lines = [line for line in text.splitlines() if line.strip()]
-        for line in lines[:2]:
-            self.say(f"sample: {line.rstrip()[:80]}")
+        words = f"{decode(prompt)} | {decode(drawn)}".split()
+        self.say(f"sample: {' '.join(words):.90}")
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def close(self, data, stopped: bool):
@@ -210,7 +208,6 @@ class Report:
             gigabytes = torch.cuda.max_memory_allocated() / 1e9
             print(f"Peak memory of the GPU: {gigabytes:.1f} GB")
         print(f"Next: python sample.py {out_dir}")
-        print(f"      python sample.py {out_dir} --interactive")
 
     def advice(self, data, best_step: int) -> str:
         """Return how often the text was seen, and if more of it or more time would help."""

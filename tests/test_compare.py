@@ -232,7 +232,7 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
     assert sides == ["same", "working-tree"]
     assert train()[1] == []
     assert "after 10 steps: no difference that 2 seeds can show" in output
-    assert "in the time of 10 steps: its steps' times vary too much to say" in output
+    assert "in the time of 10 steps: the times of steps vary too much to say" in output
     pytest.importorskip("matplotlib", reason="pip install -e '.[curves]'")
 
     # Everything that a run depends on makes new runs.

@@ -79,7 +79,7 @@ def test_what_commands_install_and_run_is_there():
 
 # What makes the commands of the README quick. "shakespeare" is a folder here.
 QUICK = {
-    "train.py": "--max_iters=4 --eval_interval=4 --eval_tokens=64 --n_layer=1 --curves=false",
+    "train.py": "--max_iters=4 --eval_interval=4 --eval_tokens=64 --n_layer=1 --curves=False",
     "sample.py": "--max_new_tokens=20",
     "gptling.compare": "--seeds=1 -- --max_iters=4 --n_layer=1",
 }

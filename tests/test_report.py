@@ -185,7 +185,7 @@ def test_the_last_lines_say_what_the_loss_means_and_what_is_next(
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["", done]
     assert lines[2] == f"It has seen {size} MB of text {epochs:.2g} times. {help}"
-    assert lines[3:] == [f"Next: {then}", f"      {then} --interactive"]
+    assert lines[3:] == [f"Next: {then}"]
     report.close(data, stopped=True)
     command = f"python train.py --out_dir={tmp_path} --resume"
     assert capsys.readouterr().out == f"\nStopped at step 12, and saved.\nNext: {command}\n"
