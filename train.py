@@ -83,7 +83,8 @@ class TrainConfig(GPTConfig):  # and its fields. None is planned: set a value, a
     min_lr: Planned[float] = None  # final learning rate
     # evaluation
     eval_only: bool = False  # only evaluate init_from on the whole validation split
-    eval_interval: Planned[PositiveInt] = None  # evaluate and save a checkpoint every so many steps
+    # evaluate and save a checkpoint every so many steps, but not shortly before the last one
+    eval_interval: Planned[PositiveInt] = None
     # validate on about this many tokens, evenly spread. 0: on all. -1: on few, at the end all
     eval_tokens: Planned[AtLeastMinus1] = None
     keep_last: PositiveInt = 2  # recent checkpoints to keep, besides the best one
@@ -274,7 +275,7 @@ def main():
         norm = norm.full_tensor() if processes.sharded else norm
 
         done = step + 1
-        evaluate_now = done % config.eval_interval == 0 or done == config.max_iters
+        evaluate_now = plan.evaluates_after(done, config)
         report_now = evaluate_now or report.due(done)
         stopped = processes.all_reduce_max(processes.signal)
         if device == "cpu" or report_now or stopped:

@@ -89,6 +89,14 @@ def saving_time(n_parameters: int) -> float:
     return max(SAVING, SAVING_PER_PARAMETER * n_parameters)
 
 
+def evaluates_after(step: int, config) -> bool:
+    """Return whether a run evaluates after so many steps: at multiples of eval_interval, without
+    one that is less than half an interval before the end, and at the end."""
+    left = config.max_iters - step
+    is_due = step % config.eval_interval == 0 and left >= config.eval_interval / 2
+    return is_due or left == 0
+
+
 def most_steps(config, train_tokens: int) -> int:
     """Return after how many steps a run ends before it overfits."""
     epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
@@ -418,7 +426,7 @@ class Clock:
     def left(self, step: int, last: int) -> float:
         """Return the seconds from step `step` to the end of a run of `last` steps."""
         interval = self.config.eval_interval
-        n_evaluations = math.ceil(last / interval) - step // interval
+        n_evaluations = max(1, int(last / interval + 0.5) - step // interval)  # see evaluates_after
         seconds = (last - step) * self.step_time() + n_evaluations * self.evaluation_time()
         if self.config.eval_tokens == -1:  # the last one covers the whole split
             seconds += evaluation_time(self.config, self.step_time(), self.all_tokens)
@@ -445,7 +453,7 @@ class Clock:
     def note(self, step: int, elapsed: float) -> bool:
         """Note the seconds of the step before `step`, or of that and its evaluation. Return whether
         step_time or evaluation_time is another now."""
-        if step % self.config.eval_interval == 0 and self.means:
+        if evaluates_after(step, self.config) and self.means:
             self.evaluation = max(0.01, elapsed - self.step_time())
             return True
         self.newest.append(elapsed)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gptling.plan
-from gptling.plan import Clock, Planner, eval_part, tokens_per_step
+from gptling.plan import Clock, Planner, eval_part, evaluates_after, tokens_per_step
 from gptling.run import Progress
 from tests.conftest import ROOT, one_process, read_log, run_here, run_script, small
 from tests.test_processes import finish, torchrun
@@ -328,7 +328,7 @@ class SimulatedRun:
             self.rate = learning_rate(step, self.config)
             self.wait(0.85 / 500)
             step += 1
-            if step % self.config.eval_interval == 0 or step == self.config.max_iters:
+            if evaluates_after(step, self.config):
                 self.wait(0.015)
         self.wait(0.03)
         return step, changes
@@ -339,13 +339,13 @@ def then(times):
 
 
 SPEEDS = {  # seconds are so many times as long; the steps that fit into the time, at most
-    "as planned": (lambda share: 1, 520),
-    "2.5 times slower after a third": (then(2.5), 305),
+    "as planned": (lambda share: 1, 530),
+    "2.5 times slower after a third": (then(2.5), 310),
     "2.5 times faster after a third": (then(0.4), 1080),
     "5 times slower after a third": (then(5), 240),
     "ever slower": (lambda share: 1 + share, 360),
     "one interruption": (lambda share: 40 if 0.5 < share < 0.5017 else 1, 490),
-    "every fifth step is slow": (lambda share: 3 if int(share * 3_000) % 5 == 0 else 1, 440),
+    "every fifth step is slow": (lambda share: 3 if int(share * 3_000) % 5 == 0 else 1, 450),
 }
 
 
@@ -361,6 +361,22 @@ def test_a_planned_run_keeps_to_its_time_on_a_machine_whose_speed_changes(
     assert 0.95 < run.spent < 1.05 and run.rate == pytest.approx(0.01)
     assert 0.9 * most < steps <= most and changes <= 12
     assert steps == run.config.max_iters
+
+
+@pytest.mark.parametrize(
+    "max_iters, evaluated",
+    [(30, [10, 20, 30]), (34, [10, 20, 34]), (35, [10, 20, 30, 35]), (4, [4]), (10, [10])],
+)
+def test_evaluations_are_an_interval_apart_and_the_last_one_is_at_the_end(max_iters, evaluated):
+    """No two are closer together than half an interval. The clock expects as many."""
+    config = small(max_iters=max_iters, eval_interval=10, eval_tokens=0, minutes=1.0)
+    steps = range(1, max_iters + 1)
+    assert [step for step in steps if evaluates_after(step, config)] == evaluated
+    data = SimpleNamespace(val_targets=9, val=range(10), n_tokens=99)
+    clock = Clock(config, data, torch.nn.Linear(1, 1), Progress(), one_process())
+    clock.evaluation = 7.0
+    for step in range(max_iters):
+        assert clock.left(step, max_iters) == 7 * sum(other > step for other in evaluated)
 
 
 def test_a_run_of_max_iters_does_not_look_at_the_clock(monkeypatch):
