@@ -44,9 +44,8 @@ def describe(error: Exception) -> str:
     if re.match("No module named '(datasets|pyarrow)", str(error)):
         return f"{error}: pip install -e '.[datasets]'"
     known = UserError | ModuleNotFoundError | UnicodeError
-    if isinstance(error, known) or getattr(
-        error, "filename", None
-    ):  # an OSError that names its file
+    names_file = getattr(error, "filename", None)  # an OSError's
+    if isinstance(error, known) or names_file:
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"

@@ -467,9 +467,11 @@ class Clock:
 
     def fitting_steps(self, step: int, seconds_left: float) -> int:
         """Return max_iters, or another number if the run would miss its end by more than 1 % of all
-        its time and 10 % of what is left."""
+        its time and 10 % of what is left. It grows only once the time of an evaluation is known."""
         last = self.config.max_iters
         too_late = self.left(step, last) + SAVING - seconds_left
+        if too_late < 0 and not self.evaluation:
+            return last
         if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds_left):
             return last
         longer = range(step + 1, max(self.most, last) + 1)
