@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from io import TextIOWrapper
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -44,8 +45,8 @@ def describe(error: Exception) -> str:
     if re.match("No module named '(datasets|pyarrow)", str(error)):
         return f"{error}: pip install -e '.[datasets]'"
     known = UserError | ModuleNotFoundError | UnicodeError
-    names_file = getattr(error, "filename", None)  # an OSError's
-    if isinstance(error, known) or names_file:
+    file_name = getattr(error, "filename", None)  # an OSError's
+    if isinstance(error, known) or file_name:
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
@@ -97,13 +98,14 @@ def load(cls: type, description: str, argv: list[str] | None = None, *, presets:
     settings = []  # (name, value) of all presets
     while presets and words and words[0][:1] != "-":
         settings += read_preset(words.pop(0)).items()
-    flags = [f"--{name}={value}" for name, value in settings] + words
+    words = [f"--{name}={value}" for name, value in settings] + words
     given = []  # names, the last one first
     args = []
-    for flag in flags:
-        name, words = parse_flag(flag, hints)
+    for word, following in pairwise([*words, ""]):
+        name, arg = parse_flag(word, following, hints)
         given.insert(0, name)
-        args += words
+        is_unknown = name and name not in hints  # tyro finds a similar one, without its value
+        args += arg.split("=", 1) if is_unknown else [arg]
     config = tyro.cli(
         cls,
         args=args,
@@ -122,7 +124,7 @@ def read_preset(name: str) -> dict[str, Any]:
     """Return the settings of a preset. config/NAME.toml is found from any directory."""
     if not name.endswith(".toml"):
         hint = f"python prepare.py {name} reads a text and prints the next command"
-        if Path("data", name).is_dir():
+        if Path("data", name, "meta.json").is_file():
             hint = f"--dataset={name} trains on that text"
         elif Path(name, "log.jsonl").is_file():
             hint = f"--out_dir={name} --resume continues that run"
@@ -134,18 +136,17 @@ def read_preset(name: str) -> dict[str, Any]:
         raise UserError(f"{name} is no preset like config/gpt2.toml ({error})") from None
 
 
-def parse_flag(flag: str, hints: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return the field that a flag sets, and its words for tyro: "curves" and ["--curves=False"]
-    for --no-curves, "width" and ["--width=9"] for --width=9. An unknown flag is split from its
-    value, so that tyro finds a similar one."""
-    name, equals, _ = flag.partition("=")
+def parse_flag(word: str, following: str, hints: dict[str, Any]) -> tuple[str, str]:
+    """Return the field that a word sets, if it is a flag, and what tyro understands: "curves" and
+    "--curves=False" for --no-curves, "width" and "--width" for --width. following: the next word.
+    """
+    name, equals, _ = word.partition("=")
     field = name.lstrip("-").replace("-", "_") if name[:2] == "--" else ""
     positive = field.removeprefix("no_")
-    if hints.get(positive) is bool and not equals:
-        return positive, [f"--{positive}={field == positive}"]
-    if field and field not in hints:
-        return "", flag.split("=", 1)
-    return field, [flag]
+    is_bare = not equals and following not in ("True", "False")
+    if hints.get(positive) is bool and is_bare:
+        return positive, f"--{positive}={field == positive}"
+    return field, word
 
 
 def check_numbers(config: Any):

@@ -100,22 +100,19 @@ def train(side: Side, seed: int, steps: int) -> list[dict]:
     key = repr((side.tree, flags, contents))
     digest = hashlib.sha256(key.encode()).hexdigest()
     finished = OUT / f"{digest}.jsonl"
-    if not finished.exists():
-        print(f"seed {seed}: {side.name}, {steps} steps", end="", flush=True)
+    is_new = not finished.exists()
+    if is_new:
+        print(f"seed {seed}: {side.name}, {steps} steps")
         folder = OUT / side.name
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
-        log = read_log(folder / "run" / "log.jsonl")
-        end = log[-1]
-        print(f": {end['bits_per_byte']:.3f} bits per byte in {end['seconds']:.0f} s")
         shutil.copy(folder / "run" / "log.jsonl", finished)
-    return read_log(finished)
-
-
-def read_log(file: Path) -> list[dict]:
-    """Return the lines of a log.jsonl."""
-    lines = file.read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    lines = finished.read_text("utf-8").splitlines()
+    log = [json.loads(line) for line in lines]
+    if is_new:
+        end = log[-1]
+        print(f"    {end['bits_per_byte']:.3f} bits per byte in {end['seconds']:.0f} s")
+    return log
 
 
 def train_all(sides: list[Side], steps: dict[str, list[int]]) -> dict[str, list]:
@@ -204,8 +201,8 @@ def main():
     script = OUT / first.name / "steps.py"
     n_steps = int(execute(sys.executable, script, *first.flags))
 
-    n_pairs = 2 * len(sides) - 1
-    print(f"{config.seeds * n_pairs} runs or fewer. The same command continues after Ctrl-C.")
+    runs_per_seed = 2 * len(sides) - 1  # for both questions
+    print(f"At most {config.seeds * runs_per_seed} runs. After Ctrl-C the same command continues.")
     steps = {side.name: [n_steps] * config.seeds for side in sides}
     logs = train_all(sides, steps)
     report(logs, steps, f"after {n_steps} steps")

@@ -75,7 +75,7 @@ class Dataset:
         theirs = load_tokenizer(checkpoint)
         has_same_tokens = ours._mergeable_ranks == theirs._mergeable_ranks
         if ours.n_vocab > vocab_size or not has_same_tokens:
-            remedy = f"give its own --dataset, or prepare a text with --tokenizer={checkpoint}"
+            remedy = f"give its --dataset, or prepare another text with --tokenizer={checkpoint}"
             raise UserError(f"{checkpoint} has another tokenizer than {self.directory}: {remedy}")
 
     def batch(self, config, step: int, processes) -> list[tuple]:

@@ -10,6 +10,7 @@ Loading compares model.py's with these, or with those of the GPT-2 that is store
 import json
 import re
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,49 +36,51 @@ GPT2 = {  # options in config.json that model.py computes
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
+ENCODER_NAMES = {  # of the layers of a block in nn.TransformerEncoderLayer
+    "ln_1": "norm1.",
+    "attn.c_attn": "self_attn.in_proj_",
+    "attn.c_proj": "self_attn.out_proj.",
+    "ln_2": "norm2.",
+    "mlp.c_fc": "linear1.",
+    "mlp.c_proj": "linear2.",
+}
 END_OF_TEXT = "<|endoftext|>"
 CHECK = "check.logits"  # beside the tensors of a model that is no GPT-2
 
 
 def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
     """Logits (B, V) after idx (B, T) of the GPT-2 with these published tensors (Radford et al.
-    2019). Raises ValueError if a GPT-2 of its sizes has other tensors."""
+    2019), by PyTorch's own layers. Raises ValueError if a GPT-2 of its sizes has other tensors."""
     tensors = dict(tensors)  # those that are left
     C = config.n_embd
 
     def take(name, *shape):
         tensor = tensors.pop(name, None)
-        if tensor is None or tensor.shape != shape:
+        if tensor is None or (shape and tensor.shape != shape):
             raise ValueError(f"{name} is not as in a GPT-2")
-        return tensor
+        return tensor.T if name.endswith(CONV1D) else tensor
 
-    def linear(x, name, width):
-        weight = take(f"{name}.weight", x.size(-1), width)
-        return x @ weight + take(f"{name}.bias", width)
-
-    def norm(x, name):
-        weight = take(f"{name}.weight", C)
-        return F.layer_norm(x, (C,), weight, take(f"{name}.bias", C))
-
+    gelu = partial(F.gelu, approximate="tanh")
+    options = {"dropout": 0.0, "activation": gelu, "batch_first": True, "norm_first": True}
+    block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
+    mask = nn.Transformer.generate_square_subsequent_mask(idx.size(1), device=idx.device)
     wte = take("wte.weight", config.vocab_size, C)
     wpe = take("wpe.weight", config.block_size, C)
     x = wte[idx] + wpe[: idx.size(1)]  # (B, T, C)
     for i in range(config.n_layer):
-        y = norm(x, f"h.{i}.ln_1")
-        qkv = linear(y, f"h.{i}.attn.c_attn", 3 * C)
-        heads = qkv.unflatten(-1, (3, config.n_head, -1))  # (B, T, 3, nh, hs)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, nh, T, hs)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).flatten(2)  # (B, T, C)
-        x = x + linear(y, f"h.{i}.attn.c_proj", C)
-        y = norm(x, f"h.{i}.ln_2")
-        y = linear(y, f"h.{i}.mlp.c_fc", 4 * C)
-        y = F.gelu(y, approximate="tanh")  # (B, T, 4 C)
-        x = x + linear(y, f"h.{i}.mlp.c_proj", C)
-    logits = norm(x[:, -1], "ln_f") @ wte.T
+        state = {}
+        for name, pytorchs in ENCODER_NAMES.items():
+            state[f"{pytorchs}weight"] = take(f"h.{i}.{name}.weight")
+            state[f"{pytorchs}bias"] = take(f"h.{i}.{name}.bias")
+        try:
+            block.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise ValueError(str(error).splitlines()[-1].strip()) from None
+        x = block(x, mask, is_causal=True)
+    x = F.layer_norm(x[:, -1], (C,), take("ln_f.weight", C), take("ln_f.bias", C))
     if tensors:
         raise ValueError(f"a GPT-2 has no {min(tensors)}")
-    return logits
+    return x @ wte.T
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -227,7 +230,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     said = f"tensors in only one: {differing or 'none'}; "
     said += f"logits: {'same' if unchanged else 'other'}"
     if not unchanged and not allow_changed:
-        remedy = "undo your edit, or train on from it with train.py --allow_changed_model"
+        remedy = "undo your edit, or continue training with train.py --allow_changed_model"
         raise ValueError(f"model.py computes something else than that model ({said}): {remedy}")
     if differing or allow_changed:
         print(f"{directory}: {said}")

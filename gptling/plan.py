@@ -90,8 +90,8 @@ def saving_time(n_parameters: int) -> float:
 
 
 def evaluates_after(step: int, config) -> bool:
-    """Return whether a run evaluates after so many steps: at multiples of eval_interval, without
-    one that is less than half an interval before the end, and at the end."""
+    """Return whether a run evaluates after so many steps: at multiples of eval_interval, except one
+    that is less than half an interval before the end, and at the end."""
     left = config.max_iters - step
     is_due = step % config.eval_interval == 0 and left >= config.eval_interval / 2
     return is_due or left == 0
@@ -314,7 +314,7 @@ class Planner:
         fill_in(candidate, {"max_iters": 1, "weight_decay": 0.1})  # they change no step's time
         batch = self.data.batch(candidate, 0, self.processes)
         _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
-        # Seconds to measure, of which four models use a tenth of the time.
+        # Seconds per model, so that four models use a tenth of the time.
         limit = min(0.025 * 60 * self.config.minutes, 3.75)
         # Minus the seconds left, at the start and after each step. The first step allocates, and
         # compiles.
@@ -365,7 +365,7 @@ def complete(config, last: str, resumed, small: dict, longest: float, set_up, pr
 
 def plan_run(config, longest: float, set_up, processes):
     """Plan the fields that are None for a run of config.minutes, and print the plan."""
-    data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # they do not matter here
+    data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # neither matters here
     planner = Planner(config, data, longest, set_up, processes)
     planned = [name for name, value in vars(config).items() if value is None]
     if config.optimizer != "muon":
@@ -423,10 +423,15 @@ class Clock:
         expected = evaluation_time(self.config, self.step_time(), self.eval_tokens)
         return self.evaluation or expected + saving_time(self.n_parameters)
 
+    def evaluations_left(self, step: int, last: int) -> int:
+        """Return how often a run of `last` steps evaluates from step `step` on."""
+        interval = self.config.eval_interval
+        in_all = int(last / interval + 0.5)  # see evaluates_after
+        return max(1, in_all - step // interval)
+
     def left(self, step: int, last: int) -> float:
         """Return the seconds from step `step` to the end of a run of `last` steps."""
-        interval = self.config.eval_interval
-        n_evaluations = max(1, int(last / interval + 0.5) - step // interval)  # see evaluates_after
+        n_evaluations = self.evaluations_left(step, last)
         seconds = (last - step) * self.step_time() + n_evaluations * self.evaluation_time()
         if self.config.eval_tokens == -1:  # the last one covers the whole split
             seconds += evaluation_time(self.config, self.step_time(), self.all_tokens)
@@ -467,10 +472,12 @@ class Clock:
 
     def fitting_steps(self, step: int, seconds_left: float) -> int:
         """Return max_iters, or another number if the run would miss its end by more than 1 % of all
-        its time and 10 % of what is left. It grows only once the time of an evaluation is known."""
+        its time and 10 % of what is left. Before the first of several evaluations, whose time is
+        not known yet, it does not grow."""
         last = self.config.max_iters
         too_late = self.left(step, last) + SAVING - seconds_left
-        if too_late < 0 and not self.evaluation:
+        is_first = not self.evaluation and self.evaluations_left(step, last) > 1
+        if too_late < 0 and is_first:
             return last
         if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds_left):
             return last

@@ -184,7 +184,7 @@ class Report:
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def close(self, data, stopped: bool):
-        """Print the best loss, what it means, and the next command."""
+        """Print the best loss, how often the text was seen, and the next command."""
         self.bar.close()
         if self.run:
             self.run.finish()
@@ -214,11 +214,11 @@ class Report:
         megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
         epochs = self.progress.step * tokens_per_step(self.config) / data.n_tokens
         if best_step < self.progress.step and epochs >= self.clock.good_epochs:
-            hint = f"It has overfitted since step {best_step}: more text would help."
+            hint = f"The model has overfitted since step {best_step}: more text would help."
         elif self.progress.step >= self.clock.most:
-            hint = "More text would help now, more time would not: it would overfit."
+            hint = "More text would help now, more time would not: the model would overfit."
         elif epochs < self.clock.good_epochs:
             hint = "More time would help."
         else:
             hint = "More time would help a little, and more text would help more."
-        return f"It has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"
+        return f"The model has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"

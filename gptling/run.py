@@ -159,7 +159,7 @@ class RunDirectory:
         config = resumed_config(config, state["config"], given, fixed)
         more_time = config.resume and "minutes" in given
         if state["progress"].step >= config.max_iters and not more_time:
-            ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} ends there"
+            ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets an end"
             raise UserError(f"{self.path} has all its {config.max_iters} steps: {ways}")
         return config, checkpoints[-1], state
 

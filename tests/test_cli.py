@@ -55,6 +55,7 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
         ("--name=--loud", {"name": "--loud"}),
         ("--loud=True --curves=True", {"loud": True, "curves": True}),
         ("--loud=False --curves=False", {"loud": False, "curves": False}),
+        ("--loud False --curves True", {"loud": False, "curves": True}),
         ("--loud --no-curves", {"loud": True, "curves": False}),
         ("--mode=False --name True --width 1", {"mode": False, "name": "True", "width": 1}),
         ("--mode True --name a=b", {"mode": True, "name": "a=b"}),

@@ -202,9 +202,11 @@ def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
         assert flags <= set(found[4:])
     for line in (f"{a}: 7 parameters, 200 steps, 2.200", f"{b}: 7 parameters, 160 steps, 2.275"):
         assert f"{line} bits per byte\n" in printed.out
-    lines = [f"seed {seed}: {name}, {steps} steps: " for name, seed, steps in expected]
-    said = re.findall("^(seed.*: )[0-9.]+ bits per byte in 600 s$", printed.out, re.M)
-    assert said == lines and printed.out.startswith("9 runs or fewer.")
+    said = re.findall(r"^(seed.* steps)\n    (.*) bits per byte in 600 s$", printed.out, re.M)
+    for (line, loss), (name, seed, steps) in zip(said, expected, strict=True):
+        assert line == f"seed {seed}: {name}, {steps} steps"
+        assert loss == f"{fake(name, seed, steps)[0]:.3f}"
+    assert printed.out.startswith("At most 9 runs.")
     differences = [[11 / 200, 12 / 200, 13 / 200], [11 / 160, 12 / 154, 13 / 167]]
     for question, values in zip(("after", "in the time of"), differences, strict=True):
         assert f"{b} against {a} {question} 200 steps: {judge(values)}\n" in printed.out

@@ -343,6 +343,7 @@ SPEEDS = {  # seconds are so many times as long; the steps that fit into the tim
     "2.5 times slower after a third": (then(2.5), 310),
     "2.5 times faster after a third": (then(0.4), 1080),
     "5 times slower after a third": (then(5), 240),
+    "2.5 times slower in the first third": (lambda share: 2.5 if share < 1 / 3 else 1, 430),
     "ever slower": (lambda share: 1 + share, 360),
     "one interruption": (lambda share: 40 if 0.5 < share < 0.5017 else 1, 490),
     "every fifth step is slow": (lambda share: 3 if int(share * 3_000) % 5 == 0 else 1, 450),
@@ -377,6 +378,16 @@ def test_evaluations_are_an_interval_apart_and_the_last_one_is_at_the_end(max_it
     clock.evaluation = 7.0
     for step in range(max_iters):
         assert clock.left(step, max_iters) == 7 * sum(other > step for other in evaluated)
+
+
+@pytest.mark.parametrize("eval_interval, grows", [(100, False), (450, True)])
+def test_a_plan_grows_once_the_time_of_an_evaluation_is_known(eval_interval, grows, monkeypatch):
+    """If there is one before the last."""
+    run = SimulatedRun(lambda share: 0.5, monkeypatch, eval_interval=eval_interval)
+    run.run(last=90)
+    assert (run.config.max_iters > 500) == grows
+    run.run(last=130)
+    assert run.config.max_iters > 500
 
 
 def test_a_run_of_max_iters_does_not_look_at_the_clock(monkeypatch):

@@ -163,11 +163,11 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
         (0.5, "0.02", 12, "More time would help."),
         (3.9, "0.00", 10, "More time would help."),
         (6.0, "2.00", 12, "More time would help a little, and more text would help more."),
-        (6.0, "2.00", 10, "It has overfitted since step 10: more text would help."),
-        (16, "0.00", 12, "More text would help now, more time would not: it would overfit."),
+        (6.0, "2.00", 10, "The model has overfitted since step 10: more text would help."),
+        (16, "0.00", 12, "More text would help now, more time would not: the model would overfit."),
     ],
 )
-def test_the_last_lines_say_what_the_loss_means_and_what_is_next(
+def test_the_last_lines_say_the_loss_and_what_is_next(
     epochs, size, best_step, help, tmp_path, capsys, monkeypatch
 ):
     (tmp_path / "checkpoint-10").mkdir()
@@ -184,7 +184,7 @@ def test_the_last_lines_say_what_the_loss_means_and_what_is_next(
     then = f"python sample.py {tmp_path}"
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["", done]
-    assert lines[2] == f"It has seen {size} MB of text {epochs:.2g} times. {help}"
+    assert lines[2] == f"The model has seen {size} MB of text {epochs:.2g} times. {help}"
     assert lines[3:] == [f"Next: {then}"]
     report.close(data, stopped=True)
     command = f"python train.py --out_dir={tmp_path} --resume"

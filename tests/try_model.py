@@ -32,7 +32,7 @@ from model import GPT
 ROOT = Path(__file__).parent.parent
 FLAGS = (
     "--dataset=text --block_size=32 --n_layer=2 --n_head=4 --n_embd=32 --batch_size=4 "
-    "--dtype=float32 --warmup_iters=10 --max_iters=16 --eval_interval=12 --log_interval=1 "
+    "--dtype=float32 --warmup_iters=10 --max_iters=16 --eval_interval=6 --log_interval=1 "
     "--curves=False"
 ).split()
 TEXT = "".join(f"{n} green bottles hanging on the wall,\n" for n in range(200))
