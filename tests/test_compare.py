@@ -247,6 +247,23 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
     assert len(train()[1]) == 4
 
 
+def test_a_side_whose_times_vary_is_left_out_of_the_second_question(run_compare):
+    patch = comment_patch()
+    other = Path("out/other.patch")
+    other.write_text("# flags: --n_head=1\n" + Path(patch).read_text())
+
+    def fake(side, seed, steps):
+        ms = 10 * seed if side == "same" else 20
+        return 2 + 0.1 * seed, ms, ms
+
+    code, printed, trainings = run_compare(patch, str(other), "--seeds=2", "--", *FLAGS, fake=fake)
+    assert code == 0 and len(trainings) == 6  # the other side has as many steps in the same time
+    assert (
+        "same against working-tree in the time of 10 steps: the times of steps vary" in printed.out
+    )
+    assert "other against working-tree in the time of 10 steps: no difference" in printed.out
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no process groups")
 def test_ctrl_c_ends_the_running_program_too_and_prints_no_traceback(tmp_path):
     child = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
