@@ -184,7 +184,7 @@ def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
         differences = [loss - before for before, loss in pairs]
         verdict = judge(differences)
         for side in (first, name):
-            if not logs[side][0][-1].get("is_cross_entropy", True):  # older code logs False alone
+            if not logs[side][0][-1].get("is_cross_entropy", True):  # older code omits True
                 verdict = f"no answer: the loss of {side} is not the cross-entropy of its logits"
         print(f"{name} against {first} {question}: {verdict}")
 

@@ -47,7 +47,8 @@ MARK = re.compile(re.escape(END_OF_TEXT) + r"\n*+")
 # A mark, but not at the end of what is read so far, where more newlines may follow.
 MARK_INSIDE = re.compile(MARK.pattern + r"(?!\Z)")
 # What comes before a cut, as much as possible: up to a letter before white space, since no token
-# has both ("so many" of "so many words"), or else up to a "<", which may begin a mark, or else all.
+# has white space after a letter ("so many" of "so many words"), or else up to a "<", which may
+# begin a mark, or else all.
 CUT = re.compile(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*")
 
 

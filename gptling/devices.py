@@ -56,8 +56,8 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
 
 
 def use_float32_attention(model: torch.nn.Module) -> bool:
-    """Let layers that name PyTorch's attention kernel `attend` use float32_attention. Your own
-    kernel stays. Returns whether each block has one such layer."""
+    """Let layers that name PyTorch's attention kernel `attend`, as MultiHeadAttention does, use
+    float32_attention. Your own kernel stays. Returns whether each block has one such layer."""
     attend = F.scaled_dot_product_attention
     layers = [m for m in model.modules() if getattr(m, "attend", None) is attend]
     for layer in layers:

@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
 
     def update_momentum(self, p: Tensor, momentum: float) -> Tensor:
         """Add a gradient to its moving average. Return the update, Nesterov's: the average as it
-        would be after the same gradient once more, (1 - momentum) grad + momentum average."""
+        would be after the same gradient once more, (1 - momentum) grad + momentum new average."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)

@@ -350,7 +350,8 @@ def complete(config, last: str, resumed, small: dict, longest: float, set_up, pr
     to the values of `small` for one of --max_iters. A resumed run has its values already.
 
     last: the last flag of these two, or ""; resumed: the progress of a run that has all its
-    settings, or None; longest: the longest sequence that --init_from allows; set_up: train.py's.
+    settings, or None; longest: the longest sequence that --init_from allows; set_up: the try_out
+    of train.py.
     """
     is_planned = last == "minutes" or config.max_iters is None
     if config.resume and last == "minutes":  # so many more
@@ -456,8 +457,8 @@ class Clock:
         return self.config.max_iters != before
 
     def note(self, step: int, elapsed: float) -> bool:
-        """Note the seconds of the step before `step`, or of that and its evaluation. Return whether
-        step_time or evaluation_time is another now."""
+        """Note the seconds of the step before `step`, or of that and its evaluation, which counts
+        as a step if no step_time is known yet. Return whether one of the two times has changed."""
         if evaluates_after(step, self.config) and self.means:
             self.evaluation = max(0.01, elapsed - self.step_time())
             return True

@@ -23,7 +23,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
     path = Path(path or runs[-1]).expanduser()
     checkpoints = list_checkpoints(path)
     if checkpoints:
-        stopped = "val_loss" not in read_metrics(checkpoints[-1])  # between two evaluations
+        stopped = "val_loss" not in read_metrics(checkpoints[-1])  # not after an evaluation
         return check_files(checkpoints[-1] if stopped else best_checkpoint(path))
     if (path / "config.json").is_file():
         return path

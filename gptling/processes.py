@@ -26,7 +26,7 @@ class Processes:
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")
         if self.world_size > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # while it waits for others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not cli.run's: it waits for others
             # If torchrun starts all processes of a machine again, its store still has the keys of
             # those that died. Other machines do not know the number of restarts.
             store, rank, world_size = next(dist.rendezvous("env://"))
@@ -50,7 +50,7 @@ class Processes:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor)
 
-    barrier = all_reduce_max  # it waits for all processes
+    barrier = all_reduce_max  # of 0: it waits for all processes
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the processes, in place."""
@@ -82,8 +82,8 @@ class Processes:
         if self.world_size == 1:
             return model
         torch._dynamo.config.optimize_ddp = False  # a compiled step is not cut at DDP's buckets
-        # Without unused parameters DDP regroups gradients after the first step, also that of a
-        # resumed run, and then sums in another order.
+        # Without find_unused_parameters DDP regroups gradients after the first step, also that of
+        # a resumed run, and then sums in another order.
         options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
         parallel = DistributedDataParallel(model, **options)
         parallel.broadcast_buffers = False  # each process has its own

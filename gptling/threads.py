@@ -6,6 +6,6 @@ import os
 import time
 
 STARTED = time.perf_counter()
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # then they sleep. 300,000 without this line
-if "WORLD_SIZE" in os.environ:  # of torchrun: DDP warns of find_unused_parameters
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # turns, then they sleep. 300,000 by default
+if "WORLD_SIZE" in os.environ:  # of torchrun: DDP warns of an option in processes.wrap
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

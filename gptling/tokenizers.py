@@ -119,12 +119,13 @@ def train_bpe(sample: list[str], size: int) -> tiktoken.Encoding:
     return to_tiktoken("bpe", BPE_PATTERN, bpe)
 
 
-def from_tokens(name: str, tokens: list[bytes], end_of_text: bool, pattern=ANY_CHARACTER):
-    """A tokenizer with these tokens. The pattern cuts a text into words, here into single
-    characters, which tokens never cross."""
+def from_tokens(name: str, tokens: list[bytes], end_of_text: bool) -> tiktoken.Encoding:
+    """A tokenizer with these tokens, which are characters or bytes."""
     ranks = {token: i for i, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(
+        name, pat_str=ANY_CHARACTER, mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 def published_tokenizer(name: str) -> tiktoken.Encoding:
