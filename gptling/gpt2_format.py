@@ -62,7 +62,8 @@ def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
 
     gelu = partial(F.gelu, approximate="tanh")
     options = {"dropout": 0.0, "activation": gelu, "batch_first": True, "norm_first": True}
-    block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
+    with torch.random.fork_rng(devices=[]):  # of its own weights, which are replaced
+        block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
     mask = nn.Transformer.generate_square_subsequent_mask(idx.size(1), device=idx.device)
     wte = take("wte.weight", config.vocab_size, C)
     wpe = take("wpe.weight", config.block_size, C)

@@ -27,7 +27,11 @@ def theirs():
 def test_the_formula_is_that_of_transformers(theirs):
     idx, config = torch.randint(28, (3, 11)), GPTConfig(block_size=16, **SIZES)
     tensors, logits = theirs.transformer.state_dict(), theirs(idx).logits[:, -1]
+    before = torch.get_rng_state()
     ours = gpt2_logits(tensors, config, idx)
+    assert torch.equal(torch.get_rng_state(), before), (
+        "a checkpoint would change what is drawn next"
+    )
     torch.testing.assert_close(ours, logits, rtol=0, atol=1e-5)
 
 
