@@ -77,9 +77,7 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     settings = checkpoint.parent / "config.toml"
     if not (config.prompt or config.interactive) and settings.is_file():
         if b'dataset = "quickstart"' in settings.read_bytes():
-            print(
-                "the quick start's text is Python, so --prompt def is the default", file=sys.stderr
-            )
+            print("the quick start's text is Python: by default --prompt def", file=sys.stderr)
             return ["def"]
     return [config.prompt]
 

@@ -117,8 +117,8 @@ def train(side: Side, seed: int, steps: int) -> list[dict]:
 
 def train_all(sides: list[Side], steps: dict[str, list[int]]) -> dict[str, list]:
     """Train each side with each seed, and return {side: [log of seed 1, log of seed 2, ...]}.
-    steps: in the same order, {side: [500, 500, ...]}."""
-    logs = {name: [] for name in steps}
+    steps: {side: [500, 500, ...]}."""
+    logs = {side.name: [] for side in sides}
     for i in range(len(steps[sides[0].name])):
         for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
             log = train(side, i + 1, steps[side.name][i])
@@ -209,12 +209,11 @@ def main():
 
     steps = steps_in_the_same_time(logs, n_steps)
     question = f"in the time of {n_steps} steps"
-    for side in sides[1:]:
+    for side in sides:
         if not agree(steps[side.name]):
             verdict = f"the times of steps vary too much to say: delete {OUT} and try again"
             print(f"{side.name} against {first.name} {question}: {verdict}")
-            sides.remove(side)
-            del steps[side.name]
+    sides = [side for side in sides if agree(steps[side.name])]
     if len(sides) > 1:
         logs = train_all(sides, steps)
         report(logs, steps, question)

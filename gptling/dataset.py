@@ -157,7 +157,8 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1) -> torch.Tens
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     lengths = tuple(map(len, shards))
-    n = len(draw_epoch(lengths, T, config.seed, 0))  # sequences, as in every epoch
+    first_epoch = draw_epoch(lengths, T, config.seed, 0)
+    n = len(first_epoch)  # as in every epoch
     sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)
     for m, row in np.ndindex(micro_steps, B):
         micro_batches_before = (step * micro_steps + m) * world_size + rank  # since the run began

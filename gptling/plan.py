@@ -89,12 +89,17 @@ def saving_time(n_parameters: int) -> float:
     return max(SAVING, SAVING_PER_PARAMETER * n_parameters)
 
 
-def evaluates_after(step: int, config) -> bool:
-    """Return whether a run evaluates after so many steps: at multiples of eval_interval, except one
+def evaluations(steps: int, config) -> int:
+    """Return how often a run of so many steps evaluates: at multiples of eval_interval, except one
     that is less than half an interval before the end, and at the end."""
-    left = config.max_iters - step
-    is_due = step % config.eval_interval == 0 and left >= config.eval_interval / 2
-    return is_due or left == 0
+    return max(1, int(steps / config.eval_interval + 0.5))
+
+
+def evaluates_after(step: int, config) -> bool:
+    """Return whether a run of max_iters steps evaluates after step `step`."""
+    number, rest = divmod(step, config.eval_interval)
+    is_due = rest == 0 and number < evaluations(config.max_iters, config)
+    return is_due or step == config.max_iters
 
 
 def most_steps(config, train_tokens: int) -> int:
@@ -426,9 +431,7 @@ class Clock:
 
     def evaluations_left(self, step: int, last: int) -> int:
         """Return how often a run of `last` steps evaluates from step `step` on."""
-        interval = self.config.eval_interval
-        in_all = int(last / interval + 0.5)  # see evaluates_after
-        return max(1, in_all - step // interval)
+        return max(1, evaluations(last, self.config) - step // self.config.eval_interval)
 
     def left(self, step: int, last: int) -> float:
         """Return the seconds from step `step` to the end of a run of `last` steps."""

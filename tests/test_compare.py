@@ -206,7 +206,7 @@ def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
     for (line, loss), (name, seed, steps) in zip(said, expected, strict=True):
         assert line == f"seed {seed}: {name}, {steps} steps"
         assert loss == f"{fake(name, seed, steps)[0]:.3f}"
-    assert printed.out.startswith("At most 9 runs.")
+    assert printed.out.startswith("At most 9 runs. After Ctrl-C the same command continues.\n")
     differences = [[11 / 200, 12 / 200, 13 / 200], [11 / 160, 12 / 154, 13 / 167]]
     for question, values in zip(("after", "in the time of"), differences, strict=True):
         assert f"{b} against {a} {question} 200 steps: {judge(values)}\n" in printed.out
