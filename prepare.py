@@ -20,7 +20,7 @@ import tiktoken
 import tyro
 
 from gptling import tokenizers
-from gptling.cli import Empty, UserError, load, run
+from gptling.cli import Empty, UserError, launch, load_config
 from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
 from gptling.files import new_directory
 
@@ -115,10 +115,16 @@ def prepare(config: PrepareConfig) -> Path:
     return target
 
 
+def prepare_quickstart() -> Path:
+    """Write data/quickstart, as prepare.py without arguments does."""
+    return prepare(PrepareConfig())
+
+
 def main():
-    target = prepare(load(PrepareConfig, __doc__)[0])
+    config, _ = load_config(PrepareConfig, __doc__)
+    target = prepare(config)
     print(f"next: python train.py --dataset={shlex.quote(target.name)}")
 
 
 if __name__ == "__main__":
-    run(main)
+    launch(main)

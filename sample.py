@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import gptling.threads  # noqa: F401, has to come before PyTorch  # isort: skip
+import gptling.startup  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
 import tyro
 
-from gptling.cli import Empty, PositiveInt, UserError, check_numbers, load, run
+from gptling.cli import Empty, PositiveInt, UserError, check_numbers, launch, load_config
 from gptling.decoding import WIDE, Sample, print_in_order, speed_up
 from gptling.devices import cast_parameters, pick_device, pick_dtype
 from gptling.explain import explain, write_page
@@ -146,7 +146,7 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
 
 
 def main():
-    config, *_ = load(SampleConfig, __doc__)
+    config, _ = load_config(SampleConfig, __doc__)
     config.device = pick_device(config.device)
     with redirect_stdout(sys.stderr):  # standard output has the text alone
         checkpoint = find_checkpoint(config.run)
@@ -171,4 +171,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    launch(main)

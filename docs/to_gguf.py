@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from gptling.cli import UserError, run
+from gptling.cli import UserError, launch
 from gptling.files import read_json
 from gptling.gpt2_format import published_tensors
 from gptling.pretrained import find_checkpoint, load_model
@@ -71,4 +71,4 @@ def main():
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    run(main)
+    launch(main)

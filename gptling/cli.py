@@ -25,6 +25,9 @@ PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
 Share = Annotated[float, "at most 1"]
 AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
+Fixed = Annotated[T, "fixed"]  # a flag that changes the value would make it a different run
+Once = Annotated[T, "once"]  # a setting of one start: the run does not keep it
+Hidden = tyro.conf.Suppress  # no flag
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
 Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
 
@@ -55,7 +58,7 @@ def describe(error: Exception) -> str:
     return ""
 
 
-def run(main: Callable[[], int | None]):
+def launch(main: Callable[[], int | None]):
     """Run a script's main. A mistake ends it with one line and exit code 1, a bug as in Python."""
     # A fast exit: the last collection need not look through all of PyTorch. Triton is imported
     # later, since its bindings would report frozen objects as leaks.
@@ -90,7 +93,7 @@ def progress_bar(total: int, **options) -> tqdm:
     return tqdm(total=total, **options)
 
 
-def load(cls: type, description: str, argv: list[str] | None = None, *, presets: bool = False):
+def load_config(cls: type, description: str, argv: list[str] | None = None, *, presets=False):
     """Return an instance of the dataclass `cls`, and {name: value} of what presets and flags say,
     the last one first. presets: the words before the first flag are. Raises UserError."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -147,6 +150,12 @@ def parse_flag(word: str, following: str, hints: dict[str, Any]) -> tuple[str, s
     if hints.get(positive) is bool and is_bare:
         return positive, f"--{positive}={field == positive}"
     return field, word
+
+
+def marked_fields(cls: type, mark: str) -> set[str]:
+    """Return the fields of a dataclass whose annotation has this mark: "fixed" or "once"."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {name for name, hint in hints.items() if f"'{mark}'" in str(hint)}
 
 
 def check_numbers(config: Any):

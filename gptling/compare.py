@@ -23,13 +23,13 @@ from statistics import mean, stdev
 
 import tyro
 
-from gptling.cli import Empty, load, run
+from gptling.cli import Empty, launch, load_config
 from gptling.files import UserError, lock_directory
 
 OUT = Path("out/compare")
 STEPS = """import train
-from gptling.cli import load
-print(load(train.TrainConfig, "", presets=True)[0].max_iters or 500)
+from gptling.cli import load_config
+print(load_config(train.TrainConfig, "", presets=True)[0].max_iters or 500)
 """
 # Two-sided 95 % quantiles of Student's t (1908), for 1 to 9 degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -193,7 +193,7 @@ def main():
     argv = sys.argv[1:]
     end = argv.index("--") if "--" in argv else len(argv)
     flags = argv[end + 1 :]  # for train.py
-    config, _ = load(CompareConfig, __doc__, argv[:end])
+    config, _ = load_config(CompareConfig, __doc__, argv[:end])
     OUT.mkdir(parents=True, exist_ok=True)
     _lock = lock_directory(OUT)  # until this process ends
     sides = make_sides(config.patches, flags, shlex.split(config.prepare))
@@ -221,4 +221,4 @@ def main():
 
 if __name__ == "__main__":
     sys.argv[0] = "python -m gptling.compare"  # in messages
-    run(main)
+    launch(main)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gptling.files import UserError, read_json
+from gptling.schedule import eval_part, micro_batches
 from gptling.subwords import vary_tokens
 from gptling.tokenizers import bytes_per_token, has_merges, load_tokenizer
 
@@ -108,22 +109,15 @@ class Dataset:
             yield inputs.clamp(min=0), targets
 
 
-def tokens_per_step(config) -> int:
-    """The tokens in a step of all processes."""
-    return config.batch_size * config.gradient_accumulation_steps * config.block_size
-
-
-def micro_batches(config, world_size: int) -> tuple[int, int]:
-    """The sequences in a micro-batch of one process, batch_size or fewer, and its micro-batches in
-    a step. All processes together have batch_size * gradient_accumulation_steps sequences."""
-    sequences = config.batch_size * config.gradient_accumulation_steps
-    share, rest = divmod(sequences, world_size)
-    if rest:
-        raise UserError(f"batch_size * gradient_accumulation_steps is no multiple of {world_size}")
-    size = min(share, config.batch_size)
-    while share % size:  # the largest that divides the share
-        size -= 1
-    return size, share // size
+def training_data(config, fingerprint: str | None = None) -> Dataset:
+    """Return the data set of a configuration as its run reads it. Raises UserError unless it has
+    this fingerprint, that of the run to resume."""
+    data = Dataset(config.dataset, config.block_size, eval_part(config))
+    if fingerprint not in (None, data.fingerprint):
+        remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
+        raise UserError(f"{data.directory} is not what {config.out_dir} was trained on: {remedy}")
+    data.vary_tokens(config.bpe_dropout, config.seed)
+    return data
 
 
 @lru_cache(maxsize=2)

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from gptling.processes import shard, whole
+
 
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon, which orthogonalises equal matrices in one batch, in `dtype`. A parameter
@@ -92,19 +94,3 @@ def newton_schulz_factor(gram: Tensor) -> Tensor:
     factor = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
     factor.diagonal(dim1=1, dim2=2).add_(3.4445)
     return factor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that FSDP has sharded. Any other is returned itself."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def shard(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor on the device of `like`. If `like` has the same shape and is sharded, sharded in
-    the same way."""
-    tensor = tensor.to(like.device)
-    if not hasattr(like, "device_mesh") or tensor.shape != like.shape:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor  # slow to import
-
-    return distribute_tensor(tensor, like.device_mesh, like.placements)

@@ -1,115 +1,48 @@
 """Plan a training run for a given time: train.py --minutes.
 
-Rules are fitted to the sweeps in docs/experiments/planner. Parameters grow with the tokens as in
-Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556, batches as in Bergsma et al. 2025,
-https://arxiv.org/abs/2505.13738, the weight decay as in Wang and Aitchison 2024,
-https://arxiv.org/abs/2405.13698."""
+Rules are fitted to the sweeps in docs/experiments/planner, and named after them here. Parameters
+grow with the tokens as in Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556, batches as in
+Bergsma et al. 2025, https://arxiv.org/abs/2505.13738, the weight decay as in Wang and Aitchison
+2024, https://arxiv.org/abs/2405.13698."""
 
-import bisect
 import copy
 import math
-import statistics
 import textwrap
 import time
 
 import torch
 
-from gptling import threads
+from gptling import startup
 from gptling.cli import is_out_of_memory, progress_bar
-from gptling.dataset import Dataset, tokens_per_step
-from gptling.loss import objective_and_parts
+from gptling.dataset import Dataset
+from gptling.evaluation import loss_terms
+from gptling.schedule import (
+    GOOD_EPOCHS,
+    SAVING,
+    eval_part,
+    evaluation_time,
+    fill_in,
+    most_steps,
+    saving_time,
+    set_missing,
+    tokens_per_step,
+)
 from gptling.tokenizers import has_merges
 
-# Layers and widths to choose from: the largest model that sees enough tokens in the time.
+# Layers and widths to choose from: the largest model that sees enough tokens in the time. Sweeps
+# "sizes" and "tokens".
 SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
 SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
-GOOD_EPOCHS = 4  # later ones teach less: Muennighoff et al. 2023, arXiv 2305.16264
-# A run ends after so many epochs or steps: the later of the two.
-MAX_EPOCHS = 16
-SHORT_TEXT_STEPS = 600
-VARIED_STEPS = 1200  # with bpe_dropout
-FINE_TUNING_EPOCHS = 6  # of --init_from
-FINE_TUNING_STEPS = 100
-# The largest model has so many parameters per token of the text, or so many: the larger of the two.
-PARAMETERS_PER_TOKEN = 25
-SHORT_TEXT_PARAMETERS = 2_600_000
-# See Planner.regularisation.
+TOKENS_PER_PARAMETER = 1.5  # tokens that a model should see
+# The largest model has so many parameters per token of the text, or so many, whichever is more.
+PARAMETERS_PER_TOKEN = 25  # sweeps "repeated" and "minutes"
+SHORT_TEXT_PARAMETERS = 2_600_000  # sweep "repeated"
+# See Planner.regularisation. Sweeps "repeated" and "subwords".
 DROPOUT_MEMORISATION = 35
 BPE_DROPOUT_MEMORISATION = 100
 BPE_DROPOUT_EPOCHS = 8
-MORE_MOMENTUM_STEPS = 900  # from here on Muon's momentum is 0.95
-EVALUATING_SHARE = 0.04  # of the time, but for a last evaluation of the whole split
+FORGETTING_EPOCHS = 0.8  # see Planner.decays. Sweep "decay"
 MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
-SAVING = 0.4  # seconds of a checkpoint and its sample, at least, and a reserve at the end
-SAVING_PER_PARAMETER = 1e-7
-
-
-def set_missing(config, **values):
-    """Set those of these fields of train.py's configuration that are None."""
-    for name, value in values.items():
-        if getattr(config, name) is None:
-            setattr(config, name, value)
-
-
-def fill_in(config, values: dict):
-    """Set the fields of train.py's configuration that are None to these values, and rates, warm-up
-    and momentum to what fits them. Wide models need lower rates, trained ones (init_from) a tenth.
-    """
-    set_missing(config, **values)
-    width = config.n_embd
-    if config.optimizer == "adamw":
-        adamw_rate = 0.001 * math.sqrt(256 / width)
-    else:
-        adamw_rate = 0.01 * min(1, 192 / width)  # of the embeddings
-    muon_rate = 0.05 * min(1, math.sqrt(128 / width))
-    tenth = 1 if config.init_from == "scratch" else 10
-    set_missing(config, learning_rate=adamw_rate / tenth, muon_lr=muon_rate / tenth)
-    set_missing(config, min_lr=config.learning_rate / 100)
-    set_missing(config, warmup_iters=math.ceil(config.max_iters / 50))
-    set_missing(config, muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9)
-
-
-def eval_part(config) -> int:
-    """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is -1, those before
-    the last one have a share of the time. Training one token takes as long as evaluating three,
-    without a backward pass."""
-    if config.eval_tokens >= 0:
-        return config.eval_tokens
-    tokens = EVALUATING_SHARE * config.eval_interval * 3 * tokens_per_step(config)
-    return max(config.block_size, int(tokens))
-
-
-def evaluation_time(config, step: float, tokens: float) -> float:
-    """Return the seconds to evaluate so many tokens, given those of a step: see eval_part."""
-    return step * tokens / tokens_per_step(config) / 3
-
-
-def saving_time(n_parameters: int) -> float:
-    """Return the seconds of a checkpoint and its sample."""
-    return max(SAVING, SAVING_PER_PARAMETER * n_parameters)
-
-
-def evaluations(steps: int, config) -> int:
-    """Return how often a run of so many steps evaluates: at multiples of eval_interval, except one
-    that is less than half an interval before the end, and at the end."""
-    return max(1, int(steps / config.eval_interval + 0.5))
-
-
-def evaluates_after(step: int, config) -> bool:
-    """Return whether a run of max_iters steps evaluates after step `step`."""
-    number, rest = divmod(step, config.eval_interval)
-    is_due = rest == 0 and number < evaluations(config.max_iters, config)
-    return is_due or step == config.max_iters
-
-
-def most_steps(config, train_tokens: int) -> int:
-    """Return after how many steps a run ends before it overfits."""
-    epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
-    if config.bpe_dropout:
-        steps = VARIED_STEPS
-    if config.init_from != "scratch":
-        epochs, steps = FINE_TUNING_EPOCHS, FINE_TUNING_STEPS
-    return max(steps, int(train_tokens * epochs / tokens_per_step(config)))
 
 
 def nearest_power_of_two(number: float) -> int:
@@ -120,7 +53,8 @@ def nearest_power_of_two(number: float) -> int:
 class Planner:
     """The rules. They plan the fields of train.py's configuration that are None."""
 
-    def __init__(self, config, data: Dataset, longest: float, set_up, processes):
+    def __init__(self, config, data: Dataset, longest: int | None, set_up, processes):
+        """longest: the longest sequence that --init_from allows; set_up: train.py's."""
         self.config = config
         self.data = data
         self.set_up = set_up
@@ -128,9 +62,10 @@ class Planner:
         self.train_tokens = data.n_tokens
         self.val_tokens = len(data.val)
         self.vocab_size = data.tokenizer.n_vocab
-        self.longest = min(longest, data.longest)
-        self.can_vary = has_merges(data.tokenizer) and config.init_from == "scratch"  # the tokens
-        self.compiling = 0.0  # seconds
+        self.longest = min(longest or math.inf, data.longest)
+        # Whether the text has other tokens in each pass, by bpe_dropout.
+        self.can_vary = has_merges(data.tokenizer) and config.init_from == "scratch"
+        self.compiling = 0.0  # seconds that the run will need for it once more
         self.busy = False  # whether other programs compute now
 
     def plan(self):
@@ -159,30 +94,33 @@ class Planner:
         """Return the configuration of the largest model that sees enough tokens, and a step's
         seconds. Models are measured until the best estimate is a measured one."""
         candidates = self.list_candidates()
-        sizes = [self.parameters(candidate) for candidate in candidates]
         seconds = max(1.0, self.seconds_left())
-        measured = {}  # seconds of a token, by a candidate's index
-        n_fitting = len(candidates)  # that fit into the memory, as far as measured
-        base = 0  # the last measured one that fits: estimates are relative to it
-        i = 0 if self.config.n_embd else min(2, len(candidates) - 1)
-        while i not in measured:
-            measured[i] = self.time_step(candidates[i]) / tokens_per_step(candidates[i])
-            if measured[i] == math.inf:
-                n_fitting = i
-            else:
-                base = i
-            best = 0
-            for j, size in enumerate(sizes[:n_fitting]):
-                # Low on purpose: no model is left out before it is measured.
-                ratio = size / sizes[base]
-                estimate = measured.get(base, math.inf) * min(ratio, ratio**0.6)
-                if seconds / measured.get(j, estimate) >= self.enough_tokens(size):
-                    best = j
-            i = best
-        # A larger one that is hardly slower than the best is better: bfloat16 pays from a width of
-        # 128 on.
-        i = max(j for j in measured if measured[j] <= 1.2 * measured[i])
-        return candidates[i], measured[i] * tokens_per_step(candidates[i])
+        times = {}  # the seconds of a token, by the candidate's place. Infinity without memory
+        place = 0 if self.config.n_embd else min(2, len(candidates) - 1)
+        while place not in times:
+            step = self.time_step(candidates[place])
+            times[place] = step / tokens_per_step(candidates[place])
+            place = self.largest_in_time(candidates, times, seconds)
+        # A larger model that is hardly slower than the best is better: bfloat16 pays from a width
+        # of 128 on.
+        place = max(i for i in times if times[i] <= 1.2 * times[place])
+        return candidates[place], times[place] * tokens_per_step(candidates[place])
+
+    def largest_in_time(self, candidates: list, times: dict, seconds: float) -> int:
+        """Return the place of the largest candidate that fits into the memory and sees enough
+        tokens in so many seconds. A token's time is measured, or estimated from the last one that
+        is: low on purpose, so that no model is left out before it is measured."""
+        measured = {i: time for i, time in times.items() if time < math.inf}
+        n_fitting = min(times.keys() - measured.keys(), default=len(candidates))
+        base, base_time = [(0, math.inf), *measured.items()][-1]
+        sizes = [self.parameters(candidate) for candidate in candidates]
+        best = 0
+        for i, size in enumerate(sizes[:n_fitting]):
+            ratio = size / sizes[base]
+            estimate = base_time * min(ratio, ratio**0.6)
+            if seconds / times.get(i, estimate) >= self.enough_tokens(size):
+                best = i
+        return best
 
     def list_candidates(self) -> list:
         """Return the configurations to choose from, by size: the smallest, and all others that are
@@ -241,37 +179,36 @@ class Planner:
         set_missing(config, batch_size=batch_size, gradient_accumulation_steps=micro_steps)
 
     def schedule(self, config, step: float) -> dict:
-        """Return how many steps of `step` seconds fill the time with evaluations. eval_tokens is
-        -1 if the last one covers the whole split, and those before a part (see eval_part)."""
-        step_seconds = 1.05 * step  # with its data and the log
-        seconds = max(step_seconds, self.seconds_left() - SAVING)
-        n_evaluations = max(3, min(10, int(self.seconds_left() // 60)))  # one a minute
+        """Return how many steps of `step` seconds fill the time with evaluations, the steps between
+        these, and eval_tokens: -1 if the last evaluation covers the whole split, and those before
+        it a part (see eval_part)."""
+        step *= 1.05  # with its data and the log
+        seconds = max(step, self.seconds_left() - SAVING)
+        wished = max(3, min(10, int(self.seconds_left() // 60)))  # one evaluation a minute
         trial = copy.copy(config)
-        set_missing(trial, eval_interval=seconds / step_seconds / n_evaluations, eval_tokens=-1)
+        set_missing(trial, eval_interval=seconds / step / wished, eval_tokens=-1)
         part = min(eval_part(trial) or math.inf, self.val_tokens)  # tokens of an evaluation
-        eval_seconds = evaluation_time(config, step_seconds, part)
-        eval_seconds += saving_time(self.parameters(config))
+        evaluating = evaluation_time(config, step, part) + saving_time(self.parameters(config))
         if config.eval_interval:
-            interval_seconds = config.eval_interval * step_seconds + eval_seconds
-            n_evaluations = max(1.0, seconds / interval_seconds)
+            n_evaluations = max(1.0, seconds / (config.eval_interval * step + evaluating))
         else:  # in half of the time at most
-            n_evaluations = max(1, min(n_evaluations, int(seconds / 2 / eval_seconds)))
-        eval_tokens = part
-        whole_seconds = evaluation_time(config, step_seconds, self.val_tokens)
-        is_part = trial.eval_tokens == -1 and part < self.val_tokens
-        if is_part and whole_seconds < seconds / 5:
-            eval_tokens = -1
-            seconds -= whole_seconds
-        fitting = max(1, int((seconds - n_evaluations * eval_seconds) / step_seconds))
-        most = most_steps(config, self.train_tokens)
-        max_iters = min(fitting, most)
-        interval = math.ceil(max_iters / n_evaluations)
-        return {"max_iters": max_iters, "eval_interval": interval, "eval_tokens": eval_tokens}
+            n_evaluations = max(1, min(wished, int(seconds / 2 / evaluating)))
+        whole = evaluation_time(config, step, self.val_tokens)
+        ends_whole = trial.eval_tokens == -1 and part < self.val_tokens and whole < seconds / 5
+        if ends_whole:
+            seconds -= whole
+        fitting = max(1, int((seconds - n_evaluations * evaluating) / step))
+        max_iters = min(fitting, most_steps(config, self.train_tokens))
+        return {
+            "max_iters": max_iters,
+            "eval_interval": math.ceil(max_iters / n_evaluations),
+            "eval_tokens": -1 if ends_whole else part,
+        }
 
     def decays(self) -> dict:
-        """Return AdamW's and Muon's weight decay: 1 / (rate * steps in which matrices forget), from
-        0.1 to 0.8. They forget within 0.8 epochs, or 8 / epochs if the run has fewer than ten. With
-        init_from both are 0.1."""
+        """Return AdamW's and Muon's weight decay: 1 / (rate * steps), from 0.1 to 0.8, so that an
+        update has decayed to 1 / e after so many steps. These are 0.8 epochs, or 8 / epochs if the
+        run has fewer than ten. With init_from both decays are 0.1."""
         config = self.config
         if config.weight_decay is not None:
             return {}
@@ -279,7 +216,7 @@ class Planner:
             return {"weight_decay": 0.1, "muon_decay": 0.1}
         steps_of_epoch = self.train_tokens / tokens_per_step(config)
         epochs = config.max_iters / steps_of_epoch
-        steps = max(0.8, 8 / epochs) * steps_of_epoch
+        steps = max(FORGETTING_EPOCHS, 10 * FORGETTING_EPOCHS / epochs) * steps_of_epoch
 
         def decay(rate):
             return round(min(max(1 / max(1, steps * rate), 0.1), 0.8), 2)
@@ -295,13 +232,15 @@ class Planner:
         """Return how many tokens a model should see: 1.5 per parameter. If the text is short, four
         epochs, or more for a large model: 1.5 sqrt(24) = 7.3 for 24 parameters per token of it."""
         epochs = max(GOOD_EPOCHS, 1.5 * math.sqrt(n_parameters / self.train_tokens))
-        return min(1.5 * n_parameters, epochs * self.train_tokens)
+        return min(TOKENS_PER_PARAMETER * n_parameters, epochs * self.train_tokens)
+
+    def now(self) -> float:
+        """Return the seconds since the command started, by the slowest process's clock."""
+        return self.processes.all_reduce_max(round(1e6 * startup.seconds())) / 1e6
 
     def seconds_left(self) -> float:
-        """Return the seconds of config.minutes that are left, by the slowest process's clock."""
-        spent = time.perf_counter() - threads.STARTED
-        spent = self.processes.all_reduce_max(round(1e6 * spent)) / 1e6
-        return 60 * self.config.minutes - spent - self.compiling
+        """Return the seconds of config.minutes that are left."""
+        return 60 * self.config.minutes - self.now() - self.compiling
 
     def time_step(self, config) -> float:
         """Return the mean seconds of a step, infinity without enough memory."""
@@ -318,30 +257,30 @@ class Planner:
         candidate = copy.copy(config)
         fill_in(candidate, {"max_iters": 1, "weight_decay": 0.1})  # they change no step's time
         batch = self.data.batch(candidate, 0, self.processes)
-        _, parallel, compiled, autocast, _, optimizers = self.set_up(candidate, self.data)
+        model, forward, optimizers = self.set_up(candidate, self.data)
+        autocast = self.processes.autocast(self.processes.pick_dtype(candidate))
         # Seconds per model, so that four models use a tenth of the time.
         limit = min(0.025 * 60 * self.config.minutes, 3.75)
-        # Minus the seconds left, at the start and after each step. The first step allocates, and
-        # compiles.
-        times = [-self.seconds_left()]
-        worked = []  # seconds of this thread's processor, after each step
+        times = [self.now()]  # before the first step, which allocates and compiles, and after each
+        worked = []  # seconds that this thread has had of the processor, after each step
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
         while len(times) < 3 or (len(times) <= 21 and times[-1] - times[1] <= limit):
-            for idx, targets in batch:
+            for i, (idx, targets) in enumerate(batch, 1):
+                self.processes.sync_gradients(i == len(batch))
                 with autocast:
-                    objective, _ = objective_and_parts(compiled(idx, targets))
+                    objective = sum(loss_terms(forward(idx, targets)).values())
                 objective.backward()
-            torch.nn.utils.clip_grad_norm_(parallel.parameters(), math.inf)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
-            times.append(-self.seconds_left())
+            times.append(self.now())
             worked.append(time.thread_time())
             bar.update()
         bar.close()
-        if compiled is not parallel:
+        if hasattr(forward, "_orig_mod"):  # torch.compile's
             self.compiling = times[1] - times[0]  # the run compiles once more
             torch.compiler.reset()  # see time_step
         seconds = times[-1] - times[1]
@@ -350,27 +289,9 @@ class Planner:
         return seconds / (len(times) - 2)
 
 
-def complete(config, last: str, resumed, small: dict, longest: float, set_up, processes):
-    """Set the fields of train.py's configuration that are None: by a plan for a run of --minutes,
-    to the values of `small` for one of --max_iters. A resumed run has its values already.
-
-    last: the last flag of these two, or ""; resumed: the progress of a run that has all its
-    settings, or None; longest: the longest sequence that --init_from allows; set_up: the try_out
-    of train.py.
-    """
-    is_planned = last == "minutes" or config.max_iters is None
-    if config.resume and last == "minutes":  # so many more
-        extend(config, resumed)
-    elif not resumed and is_planned and not config.eval_only:  # a new run
-        config.max_iters = None
-        plan_run(config, longest, set_up, processes)
-    elif not resumed or last == "max_iters":  # a run whose steps set its length, from now on
-        config.minutes = 0.0
-        fill_in(config, small | {"block_size": min(small["block_size"], longest)})
-
-
-def plan_run(config, longest: float, set_up, processes):
-    """Plan the fields that are None for a run of config.minutes, and print the plan."""
+def plan_run(config, longest: int | None, set_up, processes):
+    """Plan the fields that are None, and max_iters, for a run of config.minutes. Print the plan."""
+    config.max_iters = None
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # neither matters here
     planner = Planner(config, data, longest, set_up, processes)
     planned = [name for name, value in vars(config).items() if value is None]
@@ -386,105 +307,3 @@ def plan_run(config, longest: float, set_up, processes):
     print(textwrap.fill(text, 100, subsequent_indent="    "))
     if planner.busy:
         print("The machine is busy with other programs: this plan is small.")
-
-
-def extend(config, progress):
-    """--resume --minutes=5: plan five more minutes, at the run's mean speed so far."""
-    steps = max(1, round(60 * config.minutes * progress.step / progress.seconds))
-    print(f"plan for {config.minutes:g} more min: about {steps:,} more steps")
-    config.minutes += progress.seconds / 60
-    config.max_iters = progress.step + steps
-
-
-class Clock:
-    """The seconds of a run, of all its sessions. If it has a time budget, max_iters follows the
-    speed of the machine: as many steps as fit, but none after which the run would overfit."""
-
-    def __init__(self, config, data: Dataset, model, progress, processes):
-        self.config = config
-        self.progress = progress
-        self.processes = processes
-        self.before = progress.seconds  # of earlier sessions
-        self.eval_tokens = data.val_targets
-        self.all_tokens = len(data.val) - 1  # of the last evaluation, if it covers the whole split
-        self.n_parameters = sum(p.numel() for p in model.parameters())
-        self.most = most_steps(config, data.n_tokens)
-        self.good_epochs = GOOD_EPOCHS
-        self.first_step = progress.step
-        self.last_look = 0.0
-        self.newest = []  # seconds of steps
-        self.means = []  # of about ten steps each
-        self.evaluation = None  # seconds of the last one, with its checkpoint
-
-    def seconds(self) -> float:
-        """Return the seconds since the command's start, and of earlier sessions."""
-        return time.perf_counter() - threads.STARTED + self.before
-
-    def step_time(self) -> float:
-        """Return the seconds of a step. One interruption does not change the median."""
-        return statistics.median(self.means[-5:] or self.newest or [0.0])
-
-    def evaluation_time(self) -> float:
-        """Return the seconds of an evaluation with its checkpoint."""
-        expected = evaluation_time(self.config, self.step_time(), self.eval_tokens)
-        return self.evaluation or expected + saving_time(self.n_parameters)
-
-    def evaluations_left(self, step: int, last: int) -> int:
-        """Return how often a run of `last` steps evaluates from step `step` on."""
-        return max(1, evaluations(last, self.config) - step // self.config.eval_interval)
-
-    def left(self, step: int, last: int) -> float:
-        """Return the seconds from step `step` to the end of a run of `last` steps."""
-        n_evaluations = self.evaluations_left(step, last)
-        seconds = (last - step) * self.step_time() + n_evaluations * self.evaluation_time()
-        if self.config.eval_tokens == -1:  # the last one covers the whole split
-            seconds += evaluation_time(self.config, self.step_time(), self.all_tokens)
-        return seconds
-
-    def look(self, step: int) -> bool:
-        """Note when step `step` begins. Return whether max_iters has changed, by the first
-        process's clock."""
-        now = self.seconds()
-        elapsed = now - self.last_look
-        self.last_look = self.progress.seconds = now
-        is_warm = step > self.first_step + 1  # the first one allocates, and compiles
-        has_news = is_warm and self.note(step, elapsed)
-        if not self.config.minutes:
-            return False
-        before = self.config.max_iters
-        fitting = before
-        if has_news:
-            fitting = self.fitting_steps(step, 60 * self.config.minutes - now)
-        proposed = fitting if self.processes.is_main else 0  # the first process's is the largest
-        self.config.max_iters = self.processes.all_reduce_max(proposed)
-        return self.config.max_iters != before
-
-    def note(self, step: int, elapsed: float) -> bool:
-        """Note the seconds of the step before `step`, or of that and its evaluation, which counts
-        as a step if no step_time is known yet. Return whether one of the two times has changed."""
-        if evaluates_after(step, self.config) and self.means:
-            self.evaluation = max(0.01, elapsed - self.step_time())
-            return True
-        self.newest.append(elapsed)
-        at_least = 10 if self.processes.device == "cuda" else 1  # reports wait for a GPU
-        enough = max(1.0, 0.03 * 60 * self.config.minutes)  # seconds
-        if len(self.newest) < at_least or sum(self.newest) < enough:
-            return False
-        self.means.append(statistics.mean(self.newest))
-        self.newest = []
-        return True
-
-    def fitting_steps(self, step: int, seconds_left: float) -> int:
-        """Return max_iters, or another number if the run would miss its end by more than 1 % of all
-        its time and 10 % of what is left. Before the first of several evaluations, whose time is
-        not known yet, it does not grow."""
-        last = self.config.max_iters
-        too_late = self.left(step, last) + SAVING - seconds_left
-        is_first = not self.evaluation and self.evaluations_left(step, last) > 1
-        if too_late < 0 and is_first:
-            return last
-        if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds_left):
-            return last
-        longer = range(step + 1, max(self.most, last) + 1)
-        fit = bisect.bisect(longer, seconds_left - SAVING, key=lambda n: self.left(step, n))
-        return step + max(1, fit)

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from gptling import gpt2_format
-from gptling.files import UserError, read_json
+from gptling.files import UserError
 from gptling.run import best_checkpoint, check_files, list_checkpoints, read_metrics
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
@@ -54,8 +54,8 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
 
 
 def build_model(model_class: type, config, data, source: Path | None):
-    """A model to train with train.py's configuration: a new one, or that of a checkpoint, whose
-    sizes the configuration has from take_sizes."""
+    """Return a model to train with train.py's configuration: a new one, or that of a checkpoint,
+    whose sizes the configuration has. Raises UserError for sizes that do not go together."""
     sizes = {name: getattr(config, name) for name in vars(model_class.config_class())}
     if source is None:
         n_tokens = data.tokenizer.n_vocab
@@ -70,19 +70,3 @@ def build_model(model_class: type, config, data, source: Path | None):
         model = load_model(model_class, source, config.allow_changed_model, **sizes)
     model.restrict_to_tokens(gpt2_format.token_ids(data.tokenizer_json))
     return model.train()
-
-
-def take_sizes(config, given: dict, model_class: type, source: Path) -> int:
-    """Copy a checkpoint's sizes that no flag gives to train.py's configuration. Returns its
-    block_size. Raises UserError for a size that it cannot have."""
-    stored = vars(gpt2_format.stored_config(model_class, read_json(source / "config.json")))
-    for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
-        setattr(config, name, stored[name])
-    if config.eval_only and config.block_size is None:
-        config.block_size = stored["block_size"]
-    for name in ("block_size", "n_layer", "n_head", "n_embd"):
-        value = getattr(config, name) or 0
-        is_shorter = name == "block_size" and value < stored[name]  # which is allowed
-        if value != stored[name] and not is_shorter:
-            raise UserError(f"--{name}={value}: {source} has {stored[name]}")
-    return stored["block_size"]

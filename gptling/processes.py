@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gptling.devices import pick_device
+from gptling import devices
 from gptling.files import UserError
-from gptling.muon import whole
 
 
 class Processes:
@@ -22,7 +21,9 @@ class Processes:
     def __init__(self):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.is_main = self.rank == 0  # writes and prints for all
+        self.is_main = self.rank == 0  # the process that writes and prints for all
+        self.signal = 0  # see catch_signals
+        self.sharded = False  # whether FSDP shards the model: see wrap
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")
         if self.world_size > 1:
@@ -38,10 +39,25 @@ class Processes:
 
     def use_device(self, device: str) -> str:
         """Choose the device, one GPU per process. Return cpu, cuda or mps. Raises UserError."""
-        self.device = pick_device(device)
+        self.device = devices.pick_device(device)
         if self.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         return self.device
+
+    def pick_dtype(self, config) -> str:
+        """Return the dtype of matmuls. On a CPU, bfloat16 is faster from a width of 128 on."""
+        return devices.pick_dtype(config.dtype, self.device, wide=config.n_embd >= 128)
+
+    def autocast(self, dtype: str) -> torch.autocast:
+        """Return the context in which matmuls have this dtype."""
+        return torch.autocast(self.device, getattr(torch, dtype), enabled=dtype != "float32")
+
+    def compiles(self, config) -> bool:
+        """Return whether to compile. auto: a long run on CUDA."""
+        if config.compile != "auto":
+            return config.compile
+        is_long = config.minutes > 2 if config.minutes else config.max_iters > 1000
+        return self.device == "cuda" and devices.has_triton() and is_long
 
     def all_reduce_max(self, value: int = 0) -> int:
         """Return the largest `value` of all processes."""
@@ -50,7 +66,7 @@ class Processes:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor)
 
-    barrier = all_reduce_max  # of 0: it waits for all processes
+    barrier = all_reduce_max  # whatever the value: it waits for all processes
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the processes, in place."""
@@ -63,10 +79,19 @@ class Processes:
         pinned = tensor.pin_memory() if self.device == "cuda" else tensor
         return pinned.to(self.device, non_blocking=True)
 
-    def wrap(self, model: torch.nn.Module, fsdp: bool, dtype: str) -> torch.nn.Module:
-        """Return the module to call instead of the model. Its gradients are the mean over all
-        processes. fsdp: shard parameters and optimizer states. Raises UserError for float16."""
-        self.sharded = fsdp and self.world_size > 1
+    def wrap(self, model: torch.nn.Module, config, dtype: str) -> torch.nn.Module:
+        """Put the model on the device, with what --recompute and --fsdp ask for. Return the module
+        to call in training: its gradients are the mean over all processes. Raises UserError for
+        FSDP in float16."""
+        if self.device == "cpu":
+            devices.keep_freed_memory()
+            devices.use_float32_attention(model)
+            devices.use_fast_dropout()
+        if config.recompute:
+            recompute_activations(model)
+        self.sharded = config.fsdp and self.world_size > 1
+        self.model_class = type(model)  # FSDP changes it
+        self.wrapped = model
         if self.sharded and dtype == "float16":
             raise UserError("--fsdp: float16's scale is not shared, use another --dtype")
         if self.sharded:
@@ -74,22 +99,26 @@ class Processes:
 
             attributes = {name: vars(p) for name, p in model.named_parameters()}
             for module in dict.fromkeys([*model.h, model]):  # a shared block once
-                fully_shard(module)  # and move it to the device
+                fully_shard(module)  # which moves it to the device
             for name, p in model.named_parameters():  # these are new, and Muon reads p.matrices
                 vars(p).update(attributes[name])
             return model
         model.to(self.device)
-        if self.world_size == 1:
-            return model
-        torch._dynamo.config.optimize_ddp = False  # a compiled step is not cut at DDP's buckets
-        # Without find_unused_parameters DDP regroups gradients after the first step, also that of
-        # a resumed run, and then sums in another order.
-        options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
-        parallel = DistributedDataParallel(model, **options)
-        parallel.broadcast_buffers = False  # each process has its own
-        return parallel
+        if self.world_size > 1:
+            torch._dynamo.config.optimize_ddp = False  # a compiled step is not cut at DDP's buckets
+            # Without find_unused_parameters DDP regroups gradients after the first step, also after
+            # that of a resumed run, and then sums in another order.
+            options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+            self.wrapped = DistributedDataParallel(model, **options)
+            self.wrapped.broadcast_buffers = False  # each process has its own
+        return self.wrapped
 
-    def full_model(self, model: torch.nn.Module, model_class: type) -> torch.nn.Module:
+    def sync_gradients(self, is_on: bool):
+        """Let DDP average the gradients of the next backward pass over the processes, or not. FSDP
+        always does."""
+        self.wrapped.require_backward_grad_sync = is_on
+
+    def full_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model with whole parameters, for the first process. All call it."""
         if not self.sharded:
             return model
@@ -97,13 +126,12 @@ class Processes:
         full = {name: whole(tensor) for name, tensor in state.items()}
         if not self.is_main:
             return model
-        full_model = model_class(model.config)
+        full_model = self.model_class(model.config)
         full_model.load_state_dict(full)
         return full_model
 
     def catch_signals(self):
         """Keep the number of SIGINT or SIGTERM. A second one ends a single process at once."""
-        self.signal = 0
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._receive)
 
@@ -118,3 +146,19 @@ def recompute_activations(model: torch.nn.Module):
     checkpointing: Chen et al. 2016, https://arxiv.org/abs/1604.06174)."""
     for block in dict.fromkeys(model.h):  # a shared one once
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor that FSDP has sharded. Any other is returned itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on the device of `like`. If `like` has the same shape and is sharded, it is
+    sharded in the same way."""
+    tensor = tensor.to(like.device)
+    if not hasattr(like, "device_mesh") or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor  # slow to import
+
+    return distribute_tensor(tensor, like.device_mesh, like.placements)

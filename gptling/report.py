@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from gptling import startup
 from gptling.cli import progress_bar
-from gptling.dataset import tokens_per_step
+from gptling.clock import advice
 from gptling.devices import flops_utilisation
 from gptling.run import best_checkpoint, read_metrics
+from gptling.schedule import tokens_per_step
 
 
 def draw_curves(out_dir: Path):
@@ -37,13 +39,15 @@ def draw_curves(out_dir: Path):
 class Report:
     """The log, the lines and the curves of a run. The first of several processes writes them."""
 
-    def __init__(self, config, processes, progress, clock):
+    def __init__(self, config, data, model, progress, processes):
         self.config = config
-        self.processes = processes
+        self.data = data
+        self.model = model
         self.progress = progress
-        self.clock = clock
-        self.step = progress.step  # of the last report
-        self.n_parameters = clock.n_parameters
+        self.processes = processes
+        self.step = progress.step  # the step of the last report
+        self.all_targets = len(data.val) - 1  # tokens to validate on, in the whole split
+        self.n_parameters = sum(p.numel() for p in model.parameters())
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()  # measuring for a plan may have needed more
@@ -51,31 +55,33 @@ class Report:
         self.next_line = -math.inf
         self.curves = config.curves
         self.wandb = config.wandb
-        self.run = None  # that of Weights & Biases
+        self.wandb_run = None
         form = "step {n}/{total} | {desc} |{bar}|"
-        self.bar = progress_bar(config.max_iters, initial=self.step, bar_format=form)
+        self.bar = progress_bar(progress.max_iters, initial=self.step, bar_format=form)
 
-    def header(self, data, dtype: str):
+    def header(self, dtype: str):
         """Print what is trained, on what, and for how long. dtype: of matmuls."""
-        config = self.config
+        config, data, max_iters = self.config, self.data, self.progress.max_iters
         tokens = tokens_per_step(config)
-        epochs = config.max_iters * tokens / data.n_tokens
+        epochs = max_iters * tokens / data.n_tokens
         shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
         machine = f"{self.processes.device}, {dtype}"
         if self.processes.world_size > 1:
             machine += f", {self.processes.world_size} processes"
         if self.step:
             machine += f", from step {self.step}"
-        validated = f"{data.val_targets:,} of {self.clock.all_tokens:,}"
+        validated = f"{data.val_targets:,} of {self.all_targets:,}"
+        if self.model.uninitialised:
+            print(f"not drawn by init_weights: {', '.join(self.model.uninitialised)}")
         print(f"data:  {data.n_tokens:,} tokens to train on, {validated} to validate on")
         print(f"model: {self.n_parameters:,} parameters, {shape}, context {config.block_size}")
-        print(f"run:   {config.max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
+        print(f"run:   {max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
         print(f"       saved in {config.out_dir}, {machine}\n")
 
     def say(self, *columns: str):
         """Print a line that begins with the number of steps done."""
         self.bar.clear()  # the next step draws it again
-        last = str(self.config.max_iters)
+        last = str(self.progress.max_iters)
         step = str(self.progress.step).rjust(len(last))
         print(f"step {step}/{last}", *columns, sep=" | ")
 
@@ -84,7 +90,6 @@ class Report:
         whatever way, does not end the run."""
         if not self.processes.is_main:
             return
-        self.progress.seconds = self.clock.seconds()
         entry["seconds"] = round(self.progress.seconds, 3)
         with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
@@ -102,23 +107,25 @@ class Report:
         if self.wandb:
             import wandb
 
-            if not self.run:
-                self.run = wandb.init(
+            if not self.wandb_run:
+                self.wandb_run = wandb.init(
                     project="gptling", name=out_dir.name, dir=out_dir, config=vars(self.config)
                 )
-            self.run.log(entry, step=entry["step"])
+            self.wandb_run.log(entry, step=entry["step"])
 
     def due(self, step: int) -> bool:
         """Whether to report a step that is not evaluated: in the log, or in a line."""
         return step % self.config.log_interval == 0 or time.perf_counter() >= self.next_line
 
-    def training(self, step: int, losses: dict, norm: torch.Tensor, optimizers: list):
-        """Report the losses, norm and rates of a step, and the speed since the last report."""
+    def training(self, losses: dict, norm: torch.Tensor, optimizers: list, seconds_left: float):
+        """Report the losses, norm and rates of a step, and the speed since the last report.
+        seconds_left: to the end of the run, or 0 if they are not known yet."""
+        step, max_iters = self.progress.step, self.progress.max_iters
         now = time.perf_counter()
         seconds = (now - self.last_time) / (step - self.step)  # of a step
         self.last_time = now
         self.step = step
-        last = step == self.config.max_iters
+        last = step == max_iters
         speed = tokens_per_step(self.config) / seconds
         numbers = {name: float(loss) for name, loss in losses.items()}
         for optimizer in optimizers:
@@ -130,9 +137,7 @@ class Report:
         columns = [f"{name} {number:<9.4g}" for name, number in numbers.items()]
         if last or step % self.config.log_interval == 0:
             self.log(step=step, **numbers, ms=1000 * seconds, tokens_per_s=speed)
-        left = seconds * (self.config.max_iters - step)
-        if self.clock.step_time():  # known from the second step on
-            left = self.clock.left(step, self.config.max_iters)
+        left = seconds_left or seconds * (max_iters - step)
         time_left = self.bar.format_interval(left)
         self.bar.set_description_str(f"{columns[0].rstrip()} | {time_left} left", refresh=False)
         if last or now >= self.next_line:
@@ -141,11 +146,10 @@ class Report:
                 self.say(*columns, *speeds, f"{left:,.0f} s left")
             self.next_line = now + 10
 
-    def new_plan(self):
-        """Report that max_iters has changed."""
-        steps = self.config.max_iters
-        times = f"{1000 * self.clock.step_time():.0f} ms each"
-        times += f" and {self.clock.evaluation_time():.1f} s for an evaluation"
+    def new_plan(self, step_time: float, evaluation_time: float):
+        """Report that max_iters has changed, by these seconds of a step and an evaluation."""
+        steps = self.progress.max_iters
+        times = f"{1000 * step_time:.0f} ms each and {evaluation_time:.1f} s for an evaluation"
         self.say(f"the plan is now {steps:,} steps, {times}")
         self.log(step=self.progress.step, max_iters=steps)
         self.bar.total = steps
@@ -154,7 +158,7 @@ class Report:
         """Report an evaluation."""
         self.log(**metrics, parameters=self.n_parameters)
         line = "validation"
-        share = metrics["val_tokens"] / self.clock.all_tokens
+        share = metrics["val_tokens"] / self.all_targets
         if share < 1:
             line += f" on {100 * share:.2g} %:"
         line += f" {metrics['val_loss']:.3f} nats per token"
@@ -165,10 +169,11 @@ class Report:
             line += ", but not the cross-entropy of the logits: see GPT.losses"
         self.say(line)
 
-    def sample(self, model, data, seed: int):
+    def sample(self, seed: int):
         """Print the validation text's first tokens, a bar, and the model's text, in one line."""
-        decode = data.tokenizer.decode
-        prompt = data.val[:8].tolist()
+        model = self.model
+        decode = self.data.tokenizer.decode
+        prompt = self.data.val[:8].tolist()
         idx = torch.tensor([prompt], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
         torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
@@ -183,11 +188,11 @@ class Report:
         self.say(f"sample: {' '.join(words):.90}")
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
-    def close(self, data, stopped: bool):
+    def close(self, stopped: bool):
         """Print the best loss, how often the text was seen, and the next command."""
         self.bar.close()
-        if self.run:
-            self.run.finish()
+        if self.wandb_run:
+            self.wandb_run.finish()
         out_dir = shlex.quote(self.config.out_dir)
         if stopped:
             print(f"\nStopped at step {self.progress.step}, and saved.")
@@ -199,26 +204,11 @@ class Report:
         metrics = read_metrics(best)
         loss = f"{metrics['bits_per_byte']:.3f} bits per byte"
         tokens = metrics["val_tokens"]
-        if tokens < self.clock.all_tokens:
-            loss += f" over {tokens:,} of {self.clock.all_tokens:,} tokens"
-        seconds = self.clock.seconds() - self.clock.before
-        print(f"\nDone in {seconds:.0f} s. Best: {loss}, saved in {best}")
-        print(self.advice(data, metrics["step"]))
+        if tokens < self.all_targets:
+            loss += f" over {tokens:,} of {self.all_targets:,} tokens"
+        print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
+        print(advice(self.config, self.data, self.progress.step, metrics["step"]))
         if self.gpu:
             gigabytes = torch.cuda.max_memory_allocated() / 1e9
             print(f"Peak memory of the GPU: {gigabytes:.1f} GB")
         print(f"Next: python sample.py {out_dir}")
-
-    def advice(self, data, best_step: int) -> str:
-        """Return how often the text was seen, and if more of it or more time would help."""
-        megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
-        epochs = self.progress.step * tokens_per_step(self.config) / data.n_tokens
-        if best_step < self.progress.step and epochs >= self.clock.good_epochs:
-            hint = f"The model has overfitted since step {best_step}: more text would help."
-        elif self.progress.step >= self.clock.most:
-            hint = "More text would help now, more time would not: the model would overfit."
-        elif epochs < self.clock.good_epochs:
-            hint = "More time would help."
-        else:
-            hint = "More time would help a little, and more text would help more."
-        return f"The model has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"

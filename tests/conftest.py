@@ -19,7 +19,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what a CPU computes is compared bit f
 
 import pytest
 
-from gptling.cli import run
+from gptling.cli import launch
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -65,8 +65,8 @@ def run_in_child(arguments, cwd, files):
     if sys.path[0] != str(ROOT):  # another copy of the project has its own modules
         for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
             del sys.modules[name]
-    elif "gptling.threads" in sys.modules:
-        sys.modules["gptling.threads"].STARTED = time.perf_counter()
+    elif "gptling.startup" in sys.modules:
+        sys.modules["gptling.startup"].STARTED = time.perf_counter()
     runpy.run_path(arguments[0], run_name="__main__")
 
 
@@ -88,8 +88,9 @@ def one_process():
 
 def small(**settings):
     """train.py's configuration in a run of --max_iters, with nothing left to plan."""
-    from gptling.plan import fill_in
-    from train import SMALL, TrainConfig
+    from gptling.schedule import fill_in
+    from gptling.settings import SMALL
+    from train import TrainConfig
 
     config = TrainConfig(**settings)
     fill_in(config, SMALL)
@@ -130,7 +131,7 @@ def run_here(script, *arguments, cwd, stdin=""):
             patch.setattr(sys, name, stream)
         patch.setattr(sys, "argv", [str(ROOT / script), *map(str, arguments)])
         with pytest.raises(SystemExit) as exit:
-            run(main)
+            launch(main)
         code = exit.value.code
         if isinstance(code, str):  # as the interpreter does
             print(code, file=sys.stderr)

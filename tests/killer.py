@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import train
-from gptling.cli import run
+from gptling.cli import launch
 from gptling.run import list_checkpoints
 
 
@@ -29,7 +29,7 @@ def start(out_dir, flags):
         sys.stdout = open(os.devnull, "w")
         resume = [f"--out_dir={out_dir}", "--resume=True"]
         sys.argv = ["train.py", *(resume if list_checkpoints(out_dir) else flags)]
-        run(train.main)  # which exits
+        launch(train.main)  # which exits
     return child
 
 

@@ -10,8 +10,7 @@ from typing import Literal
 import pytest
 import tyro
 
-import train
-from gptling.cli import CONFIG, UserError, load, run
+from gptling.cli import CONFIG, UserError, launch, load_config
 from gptling.compare import CompareConfig
 from gptling.run import load_training_state
 from prepare import PrepareConfig
@@ -32,7 +31,7 @@ class Example:
 
 
 def parse(*arguments):
-    return load(Example, "An example.", list(arguments), presets=True)
+    return load_config(Example, "An example.", list(arguments), presets=True)
 
 
 def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
@@ -76,7 +75,7 @@ def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config").mkdir()
     (tmp_path / f"config/{preset}.toml").write_text("of = another project")
-    c, given = load(TrainConfig, "", [f"config/{preset}.toml"], presets=True)
+    c, given = load_config(TrainConfig, "", [f"config/{preset}.toml"], presets=True)
     needed = "dataset block_size batch_size optimizer learning_rate schedule min_lr warmup_iters "
     needed += "beta2 max_iters eval_interval "  # so that no recipe changes with the quick start
     needed += "n_layer n_head n_embd bias " * (c.init_from == "scratch")  # otherwise the model's
@@ -107,14 +106,14 @@ def test_a_script_ends_with_one_line_and_a_bug_with_its_traceback(
 
     monkeypatch.setattr("sys.argv", ["dir/train.py"])
     with pytest.raises(SystemExit if code else type(error)) as ended:
-        run(main)
+        launch(main)
     text = capsys.readouterr().err
     assert ended.value is error or ended.value.code == code
     assert named in text and text.count("\n") == (code == 1)
 
 
 def test_a_reader_who_has_had_enough_ends_a_script_in_silence():
-    code = "from gptling.cli import run; run(lambda: print('ü' * 1_000_000))"
+    code = "from gptling.cli import launch; launch(lambda: print('ü' * 1_000_000))"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **streams) as process:
@@ -149,7 +148,7 @@ def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("sys.argv", [file])
     with pytest.raises(SystemExit) as exit:
-        load(cls, sys.modules[cls.__module__].__doc__, ["--help"])
+        load_config(cls, sys.modules[cls.__module__].__doc__, ["--help"])
     text = " ".join(re.sub("[─-╿]|-{9,}", " ", capsys.readouterr().out).split())
     assert exit.value.code == 0 and text.startswith(f"usage: {usage}")
     assert text.count(f"python {file}") >= 3 or text.count("python -m gptling.compare") >= 3
@@ -166,9 +165,8 @@ def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
 def test_auto_is_chosen_again_on_another_machine(here, monkeypatch, train_here):
     flags = ["--dataset=mine", *TINY, "--dtype=auto", "--out_dir=out/auto"]
     output_of("train.py", *flags, cwd=here)
-    monkeypatch.setattr(
-        train.devices, "pick_dtype", lambda dtype, *a, **k: f"{dtype} bfloat16".split()[1]
-    )
+    other = lambda dtype, *a, **k: f"{dtype} bfloat16".split()[1]  # noqa: E731
+    monkeypatch.setattr("gptling.devices.pick_dtype", other)
     resume = ["--out_dir=out/auto", "--resume", "--max_iters=22"]
     process = run_here("train.py", *resume, cwd=here)
     assert b"cpu, bfloat16, from step 20\n" in process.stdout, process.stderr

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from gptling import compare
-from gptling.cli import run
+from gptling.cli import launch
 from gptling.compare import T_QUANTILES, agree, judge, step_time
 from tests.conftest import ROOT, TINY, output_of, read_log
 from tests.edits import copy_edited
@@ -66,7 +66,7 @@ def run_compare(trained, tmp_path, monkeypatch, capsys, train_here):
         with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit:
             patch.setattr(compare, "execute", execute_here)
             patch.setattr(sys, "argv", ["gptling/compare.py", *words])
-            run(compare.main)
+            launch(compare.main)
         return exit.value.code or 0, capsys.readouterr(), trainings
 
     return run_compare
@@ -271,7 +271,7 @@ def test_ctrl_c_ends_the_running_program_too_and_prints_no_traceback(tmp_path):
     main = f"lambda: compare.execute(sys.executable, '-c', {child!r}, {str(started)!r})"
     code = "import signal, sys; from gptling import cli, compare\n"
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job may ignore it
-    code += f"cli.run({main})"
+    code += f"cli.launch({main})"
     command, options = [sys.executable, "-c", code], {"stdout": subprocess.PIPE}
     options |= {"stderr": subprocess.STDOUT, "cwd": ROOT, "start_new_session": True}
     with subprocess.Popen(command, **options) as process:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptling import devices, threads
+from gptling import devices, startup
 from gptling.cli import UserError
 from model import GPT, GPTConfig
 from tests.conftest import ROOT
@@ -95,7 +95,7 @@ def test_buffers_keep_their_digits_where_parameters_are_cast():
 @pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}])
 def test_threads_that_wait_sleep_soon_unless_the_user_says_when(given, monkeypatch):
     monkeypatch.setattr("os.environ", dict(given))
-    runpy.run_path(threads.__file__)  # as an import does
+    runpy.run_path(startup.__file__)  # as an import does
     assert os.environ == {"GOMP_SPINCOUNT": "10000"} | given
 
 
@@ -103,7 +103,7 @@ def test_threads_that_wait_sleep_soon_unless_the_user_says_when(given, monkeypat
 def test_how_threads_wait_is_chosen_before_pytorch_is_imported(script):
     """And there the time of a planned run begins, so that it has the seconds of this import."""
     code = "import sys; sys.modules['torch'] = None\ntry:\n import " + script
-    code += "\nexcept ImportError:\n print(hasattr(sys.modules['gptling.threads'], 'STARTED'))"
+    code += "\nexcept ImportError:\n print(hasattr(sys.modules['gptling.startup'], 'STARTED'))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.stdout == "True\n", result.stderr
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 from gptling.decoding import speed_up
+from gptling.evaluation import loss_terms
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
-from gptling.loss import objective_and_parts
 from gptling.processes import recompute_activations
 from gptling.run import load_training_state
 from gptling.tokenizers import load_tokenizer
@@ -130,9 +130,10 @@ def batch():
 
 def results(model, idx, targets):
     """The loss, the terms beside it, and the gradients of all parameters by their sum."""
-    objective, parts = objective_and_parts(model(idx, targets))
+    terms = loss_terms(model(idx, targets))
     parameters = list(model.parameters())
-    return parts, torch.autograd.grad(objective, parameters, materialize_grads=True)
+    objective = sum(terms.values())
+    return terms, torch.autograd.grad(objective, parameters, materialize_grads=True)
 
 
 # ---------------------------------------------------------------------------- training
@@ -163,7 +164,7 @@ def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
         loss = model.eval()(idx, targets)[1].item()
         assert loss == pytest.approx(math.log(97), rel=0.05)
         before = [parameter.clone() for parameter in model.parameters()]
-        objective_and_parts(model.train()(idx, targets))[0].backward()
+        sum(loss_terms(model.train()(idx, targets)).values()).backward()
         for each in scripts.train.configure_optimizers(model, small(optimizer=optimizer)):
             for group in each.param_groups:
                 group["lr"] = 1e-2 * group.get("lr_scale", 1)
@@ -341,7 +342,6 @@ def run(trained, tmp_path, train_here, monkeypatch):
 
     def run(changes, script, *flags, code=0):
         scripts = edited(*changes)
-        monkeypatch.setattr(scripts.train.devices, "keep_freed_memory", lambda: None)
         name = getattr(scripts, script).__name__
         process = run_here(f"{name}.py", *flags, cwd=tmp_path)
         assert process.returncode == code, process.stderr.decode()
@@ -411,8 +411,8 @@ def test_a_validation_loss_that_is_no_cross_entropy_is_reported(run, tmp_path):
 
 
 LOOP = "        batch = data.batch(config, step, processes)"
-EVALUATE = '            metrics = {"step": done} | loss.evaluate(*validation)\n'
-STATE = '    stateful = {"scaler": scaler}\n'
+EVALUATE = '            metrics = {"step": done} | evaluation.evaluate(model, *validation)\n'
+STATE = "    state = State(config, model, optimizers, start.sources, scaler=scaler)\n"
 SET_UP = "    processes.catch_signals()\n"
 DONE = "        progress.step = done\n"
 AVERAGE = "    average = torch.optim.swa_utils.AveragedModel(model)\n"
@@ -432,8 +432,8 @@ def resumed_and_not(run, changes, tmp_path, step: int, *flags) -> list[bytes]:
 
 def test_further_state_is_saved_and_resumed(run, tmp_path):
     """An average of all weights, by the recipe in docs/contributing.md."""
-    state = STATE, AVERAGE + STATE.replace("}", ', "average": average}')
-    its_loss = 'loss.evaluate(average, *validation[1:])["val_loss"]'
+    state = STATE, AVERAGE + STATE.replace("scaler=scaler", "scaler=scaler, average=average")
+    its_loss = 'evaluation.evaluate(average, *validation)["val_loss"]'
     line = f'            metrics["average_loss"] = {its_loss}\n'
     said, (whole, again) = resumed_and_not(
         run, (state, (DONE, UPDATE), (EVALUATE, EVALUATE + line)), tmp_path, 4
@@ -463,7 +463,7 @@ def test_a_setting_that_the_schedule_changed_is_restored(run, tmp_path):
 
 @pytest.mark.parametrize("change", [".extend(optimizers)", "[0].param_groups[1:] = []"])
 def test_a_parameter_that_is_not_in_one_optimizer_is_an_error(change, run):
-    check = "    progress = run_directory.restore("
+    check = "    state = State("
     said = run(((check, f"    optimizers{change}\n{check}"),), "train", *TRAIN, code=1)
     assert "optimizers" in said and "configure_optimizers has to give it to one" in said
 

@@ -1,6 +1,5 @@
 """--minutes: plans for simulated machines, the time of a step, and real planned runs."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -13,9 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import gptling.plan
-from gptling.plan import Clock, Planner, eval_part, evaluates_after, tokens_per_step
-from gptling.run import Progress
+from gptling import startup
+from gptling.clock import Clock
+from gptling.dataset import Dataset
+from gptling.plan import Planner
+from gptling.schedule import eval_part, evaluates_after, tokens_per_step
+from gptling.state import Progress
 from tests.conftest import ROOT, one_process, read_log, run_here, run_script, small
 from tests.test_processes import finish, torchrun
 from train import TrainConfig, learning_rate
@@ -38,7 +40,7 @@ class Simulator(Planner):
 
     def __init__(self, data, minutes=5, flops=1e11, world_size=1, **fixed):
         processes = SimpleNamespace(world_size=world_size, device="cpu")
-        super().__init__(TrainConfig(**fixed), data, math.inf, None, processes)
+        super().__init__(TrainConfig(**fixed), data, None, None, processes)
         self.left, self.flops, self.timed = 60 * minutes, flops, []
         self.can_vary = self.vocab_size > 100
 
@@ -199,19 +201,22 @@ def test_what_is_given_stays_and_a_step_is_timed_with_it(fixed):
 # ------------------------------------------------------------ the time of a step
 
 
+class TimedPlanner(Planner):
+    """A real one, of some minutes, that began at 60 s of `clock`. set_up is the test's."""
+
+    clock = 100.0
+
+    def now(self):
+        return self.clock - 40
+
+
 @pytest.fixture
 def planner(trained, monkeypatch):
-    """A real one, of 10 minutes, whose clock is `clock[0]` and whose set_up is replaced."""
     monkeypatch.chdir(trained)
     config = TrainConfig(dataset="mine", minutes=10.0, gradient_accumulation_steps=3)
-    data = gptling.plan.Dataset("mine", 8, 1)
-    planner = Planner(config, data, math.inf, None, one_process())
-    planner.clock, planner.share = [100.0], 1.0
-    clocks = {"perf_counter": lambda: planner.clock[0]}
-    clocks["thread_time"] = lambda: planner.share * planner.clock[0]
-    monkeypatch.setattr("gptling.plan.time", SimpleNamespace(**clocks))
-    monkeypatch.setattr("gptling.threads.STARTED", 40.0)
-    return planner
+    processes = one_process()
+    processes.wrapped = torch.nn.Linear(1, 1)
+    return TimedPlanner(config, Dataset("mine", 8, 1), None, None, processes)
 
 
 @pytest.mark.parametrize(
@@ -225,41 +230,43 @@ def planner(trained, monkeypatch):
     ],
 )
 def test_a_step_is_all_its_micro_batches_and_an_update(
-    minutes, slow, compiles, seconds, n_steps, compiling, planner, monkeypatch
+    minutes, slow, compiles, seconds, n_steps, compiling, planner
 ):
-    clock, steps, shapes, resets = planner.clock, [], set(), []
-    monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(True))
+    steps, shapes = [], set()
 
     class Model(torch.nn.Linear):
         def forward(self, idx, targets):
-            clock[0] += slow if len(steps) % 5 < 2 else 2 * slow  # bursts of other work
+            planner.clock += slow if len(steps) % 5 < 2 else 2 * slow  # bursts of other work
             shapes.add(idx.shape)
             assert 2 < targets.max() < planner.vocab_size
             return None, super().forward(torch.ones(1, 1)).sum()
 
     class Optimizer(torch.optim.SGD):
         def step(self):
-            clock[0] += 0.02
+            planner.clock += 0.02
             assert model.weight.grad.item() == 3  # of all micro-batches, and of no step before
-            steps.append(clock[0])
+            steps.append(planner.clock)
 
     def build(config, data):
         assert config.n_embd == 48 != planner.config.n_embd
-        return model, model, compiled, contextlib.nullcontext(), "float32", optimizers
+        return model, torch.compile(model, backend="eager") if compiles else model, optimizers
 
     model = Model(1, 1)
     optimizers = [Optimizer(model.parameters())]
-    compiled = (lambda *batch: model(*batch)) if compiles else model
     planner.set_up, planner.config.minutes = build, minutes
     sizes = {"n_embd": 48, "batch_size": 5, "block_size": 8}
     candidate = dataclasses.replace(planner.config, **sizes)
-    assert planner.time_step(candidate) == pytest.approx(seconds) and not planner.busy
-    assert len(steps) == n_steps and shapes == {(5, 8)} and len(resets) == compiles
+    assert planner.time_step(candidate) == pytest.approx(seconds)
+    assert len(steps) == n_steps and shapes == {(5, 8)}
     assert planner.compiling == pytest.approx(compiling)
+    left = 60 * minutes - (planner.clock - 40) - compiling
+    assert planner.seconds_left() == pytest.approx(left)
+    assert planner.busy  # this thread has computed for less than those seconds
+
+
+def test_time_is_the_slowest_processs(planner):
     planner.processes.all_reduce_max = lambda spent: spent + 7_000_000  # another process's
-    assert planner.seconds_left() == pytest.approx(60 * minutes - (clock[0] - 33) - compiling)
-    planner.share = 0.6  # of a processor has this thread
-    assert planner.time_step(candidate) and planner.busy
+    assert Planner.now(planner) == pytest.approx(startup.seconds() + 7, abs=0.1)
 
 
 def test_a_size_that_does_not_fit_into_memory_is_not_planned(planner):
@@ -299,22 +306,24 @@ def test_the_largest_size_that_fits_is_planned(room):
 # ------------------------------------------------------------ keeping to the time
 
 
+class SimulatedProgress(Progress):
+    seconds = property(lambda self: self.spent())
+
+
 class SimulatedRun:
     """A planned run of 500 steps, which fill its time with five evaluations and one of the whole
     split, on a machine where all is slower(share of the time) times slower."""
 
-    def __init__(self, slower, monkeypatch, minutes=1, spent=0.0, **settings):
+    def __init__(self, slower, minutes=1, spent=0.0, **settings):
         self.slower, self.spent = slower, spent  # a share of the time
-        clock = SimpleNamespace(perf_counter=lambda: 60 * minutes * self.spent)
-        monkeypatch.setattr("gptling.plan.time", clock)
-        monkeypatch.setattr("gptling.threads.STARTED", 60 * minutes * spent)
         sizes = {"batch_size": 1, "block_size": 64, "max_iters": 500, "eval_interval": 100}
         rates = {"learning_rate": 1.0, "min_lr": 0.01, "warmup_iters": 10}
         self.config = small(**sizes | rates | {"minutes": minutes} | settings)
         self.config.eval_tokens = -1  # the last evaluation covers the whole split
         data = SimpleNamespace(val_targets=64, val=range(3501), n_tokens=10_000)
-        progress = Progress(seconds=60 * minutes * spent)
-        self.clock = Clock(self.config, data, torch.nn.Linear(1, 1), progress, one_process())
+        self.progress = SimulatedProgress(500)
+        self.progress.spent = lambda: 60 * minutes * self.spent
+        self.clock = Clock(self.config, data, torch.nn.Linear(1, 1), self.progress, one_process())
 
     def wait(self, share):
         self.spent += share * self.slower(self.spent)
@@ -323,12 +332,14 @@ class SimulatedRun:
         """Train to the end or to step `last`. Return the steps, and how often their number has
         changed."""
         changes = step = 0
-        while step < min(self.config.max_iters, last):
-            changes += self.clock.look(step)
-            self.rate = learning_rate(step, self.config)
+        while step < min(self.progress.max_iters, last):
+            max_iters = self.clock.fitting_steps(step)
+            changes += max_iters != self.progress.max_iters
+            self.progress.max_iters = max_iters
+            self.rate = learning_rate(step, max_iters, self.config)
             self.wait(0.85 / 500)
             step += 1
-            if evaluates_after(step, self.config):
+            if self.clock.evaluates_after(step):
                 self.wait(0.015)
         self.wait(0.03)
         return step, changes
@@ -352,16 +363,14 @@ SPEEDS = {  # seconds are so many times as long; the steps that fit into the tim
 
 @pytest.mark.parametrize("minutes", [1, 20])
 @pytest.mark.parametrize("name", SPEEDS)
-def test_a_planned_run_keeps_to_its_time_on_a_machine_whose_speed_changes(
-    name, minutes, monkeypatch
-):
+def test_a_planned_run_keeps_to_its_time_on_a_machine_whose_speed_changes(name, minutes):
     """Within 5 %, with a decayed rate."""
     slower, most = SPEEDS[name]
-    run = SimulatedRun(slower, monkeypatch, minutes)
+    run = SimulatedRun(slower, minutes)
     steps, changes = run.run()
     assert 0.95 < run.spent < 1.05 and run.rate == pytest.approx(0.01)
     assert 0.9 * most < steps <= most and changes <= 12
-    assert steps == run.config.max_iters
+    assert steps == run.progress.max_iters
 
 
 @pytest.mark.parametrize(
@@ -372,50 +381,53 @@ def test_evaluations_are_an_interval_apart_and_the_last_one_is_at_the_end(max_it
     """No two are closer together than half an interval. The clock expects as many."""
     config = small(max_iters=max_iters, eval_interval=10, eval_tokens=0, minutes=1.0)
     steps = range(1, max_iters + 1)
-    assert [step for step in steps if evaluates_after(step, config)] == evaluated
+    assert [step for step in steps if evaluates_after(step, max_iters, config)] == evaluated
     data = SimpleNamespace(val_targets=9, val=range(10), n_tokens=99)
-    clock = Clock(config, data, torch.nn.Linear(1, 1), Progress(), one_process())
-    clock.evaluation = 7.0
+    clock = Clock(config, data, torch.nn.Linear(1, 1), Progress(max_iters), one_process())
+    clock.newest, clock.evaluation = [1.0], 7.0
     for step in range(max_iters):
-        assert clock.left(step, max_iters) == 7 * sum(other > step for other in evaluated)
+        evaluating = 7 * sum(other > step for other in evaluated)
+        assert clock.seconds_left(step, max_iters) == max_iters - step + evaluating
 
 
 @pytest.mark.parametrize("eval_interval, grows", [(100, False), (450, True)])
-def test_a_plan_grows_once_the_time_of_an_evaluation_is_known(eval_interval, grows, monkeypatch):
+def test_a_plan_grows_once_the_time_of_an_evaluation_is_known(eval_interval, grows):
     """If there is one before the last."""
-    run = SimulatedRun(lambda share: 0.5, monkeypatch, eval_interval=eval_interval)
+    run = SimulatedRun(lambda share: 0.5, eval_interval=eval_interval)
     run.run(last=90)
-    assert (run.config.max_iters > 500) == grows
+    assert (run.progress.max_iters > 500) == grows
     run.run(last=130)
-    assert run.config.max_iters > 500
+    assert run.progress.max_iters > 500
 
 
-def test_a_run_of_max_iters_does_not_look_at_the_clock(monkeypatch):
-    run = SimulatedRun(then(2.5), monkeypatch)
+def test_a_run_of_max_iters_does_not_look_at_the_clock():
+    run = SimulatedRun(then(2.5))
     run.config.minutes = 0.0
     assert run.run() == (500, 0)
 
 
-def test_a_text_that_is_used_up_ends_a_run_on_a_machine_that_becomes_faster(monkeypatch):
-    run = SimulatedRun(then(0.4), monkeypatch)
+def test_a_text_that_is_used_up_ends_a_run_on_a_machine_that_becomes_faster():
+    run = SimulatedRun(then(0.4))
     run.clock.most = 600
     assert run.run()[0] == 600
 
 
-def test_a_resumed_run_has_the_time_that_was_left(monkeypatch):
-    run = SimulatedRun(lambda share: 1, monkeypatch, spent=0.6)
+def test_a_resumed_run_has_the_time_that_was_left():
+    run = SimulatedRun(lambda share: 1, spent=0.6)
     steps, _ = run.run()
     assert 0.95 < run.spent < 1.05 and 150 < steps < 220
 
 
-def test_the_seconds_left_have_the_evaluations_and_the_end(monkeypatch):
-    run = SimulatedRun(lambda share: 1, monkeypatch)
+def test_the_seconds_left_have_the_evaluations_and_the_end():
+    run = SimulatedRun(lambda share: 1)
     run.config.minutes = 0.0
     whole = run.run()[0] and run.spent
-    run = SimulatedRun(lambda share: 1, monkeypatch)
+    run = SimulatedRun(lambda share: 1)
     run.config.minutes = 0.0
     run.run(last=250)
-    assert run.clock.left(250, 500) == pytest.approx(60 * (whole - run.spent + 0.03), rel=0.03)
+    assert run.clock.seconds_left(250, 500) == pytest.approx(
+        60 * (whole - run.spent + 0.03), rel=0.03
+    )
 
 
 # ------------------------------------------------------------ planned runs
@@ -466,7 +478,7 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
     preset, words, planned, expected, trained, here, train_here, monkeypatch
 ):
     """The minute is over when it begins, so a plan has one step."""
-    monkeypatch.setattr("gptling.threads.STARTED", time.perf_counter() - 60)
+    monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
     (here / "out").mkdir()
     (here / "out/first").symlink_to(trained / "out/mine")
     (here / "mine.toml").write_text(preset)
@@ -485,12 +497,12 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
 def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
     trained, tmp_path, train_here, monkeypatch
 ):
-    monkeypatch.setattr("gptling.threads.STARTED", time.perf_counter() - 60)
+    monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
     (tmp_path / "data").mkdir()
     (tmp_path / "data/quickstart").symlink_to(trained / "data/mine")
     edited = functools.partial(TrainConfig.__init__, muon_lr=0.0006, n_layer=1, n_embd=16)
     monkeypatch.setattr(TrainConfig, "__init__", lambda self, **given: edited(self, **given))
-    monkeypatch.setattr("gptling.cli.load", lambda *_, **__: (TrainConfig(curves=False), {}))
+    monkeypatch.setattr("gptling.cli.load_config", lambda *_, **__: (TrainConfig(curves=False), {}))
     done = run_here("train.py", cwd=tmp_path)
     assert b"plan for 1 min: block_size" in done.stdout and b" n_layer" not in done.stdout
     config = tomllib.loads((tmp_path / "out/quickstart/config.toml").read_text())
@@ -498,7 +510,7 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
 
 
 def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, train_here, monkeypatch):
-    monkeypatch.setattr("gptling.threads.STARTED", time.perf_counter() - 60)
+    monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
     process = run_here("train.py", *FLAGS, *NARROW, "--batch_size=64", cwd=here)
     entry = read_log(here / "out/mine")[-1]
     n = json.loads((here / "data/mine/meta.json").read_text())["val"]["tokens"]

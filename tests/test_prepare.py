@@ -521,7 +521,7 @@ def test_an_existing_directory_is_replaced_by_a_whole_one(here):
 def test_a_stopped_preparation_leaves_nothing(tmp_path):
     (tmp_path / "large.txt").write_text("some words in a line\n" * 3_000_000)
     code = "from gptling import cli, corpus; import prepare; corpus.TOKENS_PER_SHARD = 1"
-    arguments = [f"{code}; cli.run(prepare.main)", "large.txt", "--tokenizer=byte"]
+    arguments = [f"{code}; cli.launch(prepare.main)", "large.txt", "--tokenizer=byte"]
     command = [sys.executable, "-c", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, env=environment)

@@ -26,6 +26,7 @@ SCRIPT = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 import torch, train
+from gptling.dataset import Dataset
 
 if "FLOAT64" in os.environ:
     torch.set_default_dtype(torch.float64)
@@ -51,22 +52,22 @@ class Changed(train.GPT):
 if "CHANGED" in os.environ:
     train.GPT = Changed
 
-def masked(*arguments, plain=train.Dataset.batch):
+def masked(*arguments, plain=Dataset.batch):
     masks = lambda x: (x % 3 == 0) | (x[:, :1] % 2 == 0)
     return [(x, y.masked_fill(masks(x), -100)) for x, y in plain(*arguments)]
 
 if "MASKED" in os.environ:
-    train.Dataset.batch = masked
+    Dataset.batch = masked
 
 rank, last, name = os.environ.get("DIES", "9 9 SIGKILL").split()
 rate = train.learning_rate
-def learning_rate(step, config):
+def learning_rate(step, max_iters, config):
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
     if first and os.environ["RANK"] == rank and step == int(last):
         os.kill(os.getpid(), signal.Signals[name])
-    return rate(step, config)
+    return rate(step, max_iters, config)
 train.learning_rate = learning_rate
-train.cli.run(train.main)
+train.cli.launch(train.main)
 """
 
 

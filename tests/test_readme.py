@@ -14,7 +14,7 @@ import tomllib
 
 import pytest
 
-from gptling.cli import load
+from gptling.cli import load_config
 from gptling.compare import CompareConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
@@ -62,10 +62,10 @@ def test_commands_have_flags_presets_and_patches_that_exist(page, words, monkeyp
     script = next(word for word in words if word in SCRIPTS)
     words = [*words[words.index(script) + 1 :], "--"]
     end = words.index("--")  # of compare's own flags
-    config, _ = load(SCRIPTS[script], "", words[:end], presets=script == "train.py")
+    config, _ = load_config(SCRIPTS[script], "", words[:end], presets=script == "train.py")
     if script == "gptling.compare":
         assert all(list(ROOT.glob(patch)) for patch in config.patches)
-        load(TrainConfig, "", words[end + 1 : -1], presets=True)
+        load_config(TrainConfig, "", words[end + 1 : -1], presets=True)
 
 
 def test_what_commands_install_and_run_is_there():

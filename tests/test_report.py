@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gptling.plan import Clock
 from gptling.report import Report
-from gptling.run import Progress
+from gptling.state import Progress
 from gptling.tokenizers import load_tokenizer
 from model import GPT, GPTConfig
 from tests.conftest import TINY, one_process, output_of, read_log, run_here, small
@@ -22,12 +21,11 @@ ADAMW = [SimpleNamespace(param_groups=[{"lr": 1e-3}])]
 MODEL = GPT(GPTConfig(8, 11, 1, 2, 4))
 
 
-def report_of(out_dir, model=MODEL, processes=None, step=0, **settings):
+def report_of(out_dir, model=MODEL, processes=None, step=0, data=None, **settings):
     config = small(out_dir=str(out_dir), curves=False, **settings)
-    data = SimpleNamespace(val_targets=10, val=range(11), n_tokens=10**9)
-    progress, processes = Progress(step=step), processes or one_process()
-    clock = Clock(config, data, model, progress, processes)
-    return Report(config, processes, progress, clock)
+    data = data or SimpleNamespace(val=torch.arange(11), tokenizer=SimpleNamespace(decode=str))
+    progress = Progress(config.max_iters, step)
+    return Report(config, data, model, progress, processes or one_process())
 
 
 def test_a_run_prints_what_it_trains_and_its_evaluations(here):
@@ -109,7 +107,6 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
     clock = [1000.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     sizes = {"batch_size": 4, "gradient_accumulation_steps": 2, "block_size": 16}
-    data = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), val=torch.arange(99))
     report = report_of(tmp_path, step=95, max_iters=1007, **sizes)
 
     def lines_of(step, seconds):
@@ -117,11 +114,11 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
         report.progress.step = step
         if not report.due(step):
             return []
-        report.training(step, {"loss": 2.34567}, 1.25, ADAMW)
+        report.training({"loss": 2.34567}, 1.25, ADAMW, seconds_left=0)
         lines = capsys.readouterr().out.splitlines()
         clock[0] += 100  # of an evaluation
         report.next_line += 100
-        report.sample(MODEL, data, 0)
+        report.sample(0)
         capsys.readouterr()
         return lines
 
@@ -145,7 +142,7 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
         report.bar.update()
         report.progress.step = step
         if report.due(step):
-            report.training(step, {"loss": 2.34567}, 1.25, ADAMW)
+            report.training({"loss": 2.34567}, 1.25, ADAMW, seconds_left=0)
             reported.append(step)
     assert reported == [1, 5, 10], "as in a file, so that a GPU is not waited for"
     report.bar.refresh()
@@ -157,14 +154,17 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
     assert end == "" and all("tokens/s" not in bar for bar in bars)
 
 
+USED_UP = "More text would help now, more time would not: the model would overfit."
+
+
 @pytest.mark.parametrize(
     "epochs, size, best_step, help",
     [
-        (0.5, "0.02", 12, "More time would help."),
+        (0.5, "0.02", 1200, "More time would help."),
         (3.9, "0.00", 10, "More time would help."),
-        (6.0, "2.00", 12, "More time would help a little, and more text would help more."),
+        (6.0, "2.00", 1200, "More time would help a little, and more text would help more."),
         (6.0, "2.00", 10, "The model has overfitted since step 10: more text would help."),
-        (16, "0.00", 12, "More text would help now, more time would not: the model would overfit."),
+        (16, "0.00", 1200, USED_UP),
     ],
 )
 def test_the_last_lines_say_the_loss_and_what_is_next(
@@ -173,12 +173,12 @@ def test_the_last_lines_say_the_loss_and_what_is_next(
     (tmp_path / "checkpoint-10").mkdir()
     metrics = {"bits_per_byte": 1.23456, "step": best_step, "val_tokens": 4}
     (tmp_path / "checkpoint-10/metrics.json").write_text(json.dumps(metrics))
-    report = report_of(tmp_path, step=12, max_iters=20, batch_size=5, block_size=100)
-    val = {"val_bytes": 20 * (1000 if size == "2.00" else 1), "val_targets": 10}
-    data = SimpleNamespace(n_tokens=6000 / epochs, **val)
-    report.clock.most = 12 if epochs == 16 else 99
-    monkeypatch.setattr("gptling.threads.STARTED", time.perf_counter() - 7.2)
-    report.close(data, stopped=False)
+    data = SimpleNamespace(val=range(11), val_targets=10, n_tokens=500 * 1200 / epochs)
+    data.val_bytes = 10 * float(size) * 1e6 / data.n_tokens
+    sizes = {"batch_size": 5, "block_size": 100, "max_iters": 2000}
+    report = report_of(tmp_path, step=1200, data=data, **sizes)
+    monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 7.2)
+    report.close(stopped=False)
     done = "Done in 7 s. Best: 1.235 bits per byte over 4 of 10 tokens, "
     done += f"saved in {tmp_path}/checkpoint-10"
     then = f"python sample.py {tmp_path}"
@@ -186,9 +186,9 @@ def test_the_last_lines_say_the_loss_and_what_is_next(
     assert lines[:2] == ["", done]
     assert lines[2] == f"The model has seen {size} MB of text {epochs:.2g} times. {help}"
     assert lines[3:] == [f"Next: {then}"]
-    report.close(data, stopped=True)
+    report.close(stopped=True)
     command = f"python train.py --out_dir={tmp_path} --resume"
-    assert capsys.readouterr().out == f"\nStopped at step 12, and saved.\nNext: {command}\n"
+    assert capsys.readouterr().out == f"\nStopped at step 1200, and saved.\nNext: {command}\n"
 
 
 def test_a_gpu_reports_its_share_of_the_peak_and_its_peak_memory(tmp_path, monkeypatch, capsys):
@@ -200,13 +200,14 @@ def test_a_gpu_reports_its_share_of_the_peak_and_its_peak_memory(tmp_path, monke
     processes = one_process()
     processes.device, processes.world_size = "cuda", 2
     model = torch.nn.Linear(10_000, 1000, bias=False)
-    report = report_of(tmp_path, model, processes, batch_size=1000, block_size=1000)
-    report.training(10, {"loss": 2.0}, 1.0, ADAMW)  # a million tokens a second
+    data = SimpleNamespace(val=range(11), n_tokens=100, val_bytes=20, val_targets=10)
+    report = report_of(tmp_path, model, processes, data=data, batch_size=1000, block_size=1000)
+    report.progress.step = 10
+    report.training({"loss": 2.0}, 1.0, ADAMW, seconds_left=0)  # a million tokens a second
     assert read_log(tmp_path)[0]["mfu"] == pytest.approx(6 * 1e7 * 5e5 / 312e12)
     (tmp_path / "checkpoint-10").mkdir()
     (tmp_path / "checkpoint-10/metrics.json").write_text(
         '{"bits_per_byte": 1, "step": 9, "val_tokens": 10}'
     )
-    data = SimpleNamespace(n_tokens=100, val_bytes=20, val_targets=10)
-    report.close(data, stopped=False)
+    report.close(stopped=False)
     assert "\nPeak memory of the GPU: 16.8 GB\n" in capsys.readouterr().out

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from gptling import run as runs
 from gptling.cli import UserError
 from gptling.muon import Muon
-from gptling.run import RunDirectory, list_checkpoints, load_training_state, resumed_config
+from gptling.run import RunDirectory, best_checkpoint, list_checkpoints, load_training_state
+from gptling.settings import resumed_config
+from gptling.state import State, named_state, read_sources
 from model import GPT, GPTConfig
 from tests.conftest import (
     TINY,
@@ -32,7 +33,7 @@ from tests.conftest import (
     small,
     weights,
 )
-from train import FIXED, TrainConfig, configure_optimizers
+from train import TrainConfig, configure_optimizers
 
 COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
 RESUME = ["--out_dir=out/mine", "--resume"]
@@ -48,7 +49,7 @@ def assert_equal_runs(a, b, step):
     states = [load_training_state(run / f"checkpoint-{step}") for run in (a, b)]
     assert states[0]["optimizers"][0]
     assert_equal(*(state["optimizers"] for state in states))
-    progress = [replace(state["progress"], seconds=0.0) for state in states]
+    progress = [state["progress"] | {"seconds": 0.0} for state in states]
     assert progress[0] == progress[1] and states[0]["stateful"] == states[1]["stateful"]
 
 
@@ -131,10 +132,8 @@ def saver(directory):
     """A function that saves a tiny model there, with its metrics."""
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
     data = SimpleNamespace(tokenizer_json=None, fingerprint="")
-    config, optimizers = small(keep_last=1), configure_optimizers(model, small())
-    run.restore(config, model, optimizers, {}, {})
-    rest = optimizers, {}, runs.Progress(), config, data
-    return lambda metrics: run.save(metrics, model, model, *rest)
+    state = State(small(keep_last=1), model, configure_optimizers(model, small()), {})
+    return lambda metrics: run.save(state, data, metrics)
 
 
 def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
@@ -151,7 +150,7 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
     save({"step": 20, "val_loss": 0.5, "comparable_loss": 2.0})  # over other tokens
     save({"step": 25})
     assert [path.name[11:] for path in list_checkpoints(tmp_path)] == ["15", "25"]
-    assert runs.best_checkpoint(tmp_path).name == "checkpoint-15"
+    assert best_checkpoint(tmp_path).name == "checkpoint-15"
 
 
 def test_a_training_state_of_another_format_is_refused(tmp_path):
@@ -198,7 +197,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
 def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
     saved = asdict(small())
     with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; give"):
-        resumed_config(small(), saved, {flag: value}, FIXED)
+        resumed_config(small(), saved, {flag: value})
 
 
 def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):
@@ -206,7 +205,7 @@ def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys
     saved = asdict(small(minutes=2.0)) | once | {"ema": 0.9}
     del saved["keep_last"]  # a setting that the run does not have yet
     now = small(resume=True, allow_changed_model=True)
-    assert resumed_config(now, saved, {}, FIXED) == replace(now, minutes=2.0)
+    assert resumed_config(now, saved, {}) == replace(now, minutes=2.0)
     assert capsys.readouterr().out == "ema: 0.9 in the run, unknown to this code\n"
 
 
@@ -248,7 +247,7 @@ def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train
             seconds.append(run_script("train.py", *flags, *more, cwd=finished))
         return {"val_loss": 2.0, "bits_per_byte": 3.0, "val_tokens": 9, "is_cross_entropy": True}
 
-    monkeypatch.setattr("gptling.loss.evaluate", evaluate)
+    monkeypatch.setattr("train.evaluation.evaluate", evaluate)
     assert train(*flags, "--overwrite", cwd=finished).returncode == 0
     for second in seconds:
         assert second.returncode == 1 and b"another process" in second.stderr
@@ -305,20 +304,20 @@ def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
     for stop in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(8, 11, 1, 2, 4))
-        params, run = list(model.parameters()), RunDirectory(tmp_path, one_process())
+        params, run = list(model.parameters()), RunDirectory(tmp_path / "run", one_process())
         optimizer = Optimizer([{"params": params[:3]}, {"params": params[3:]}])
-        run.restore(small(), model, [optimizer], {}, {})
+        state = State(small(), model, [optimizer], {})
         for step in range(4):
             if stop and step == 2:
-                rest = runs.Progress(), small(), data
-                run.save({"step": 2}, model, model, [optimizer], {}, *rest)
+                run.path.mkdir()
+                run.save(state, data, {"step": 2})
                 optimizer = Optimizer(params[::-1])
-                state = load_training_state(tmp_path / "checkpoint-2")
-                run.restore(small(), model, [optimizer], {}, state)
+                saved = load_training_state(run.path / "checkpoint-2")
+                State(small(), model, [optimizer], {}).load_state_dict(saved)
             model(idx, idx)[1].backward()
             optimizer.step()
             optimizer.zero_grad()
-        ends.append([model.state_dict(), runs.full_state(optimizer, model)])
+        ends.append([model.state_dict(), named_state(optimizer, model)])
     assert_equal(*ends)
 
 
@@ -340,16 +339,16 @@ def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(
 def test_code_that_is_not_the_runs_is_named_and_another_optimizer_starts_without_a_state(
     finished, capsys
 ):
-    state = load_training_state(finished / "out/mine/checkpoint-20")
+    saved = load_training_state(finished / "out/mine/checkpoint-20")
     model = GPT(GPTConfig(16, 26, 2, 2, 16))
-    run = RunDirectory(finished / "out/mine", one_process())
+    sources = read_sources(TrainConfig, GPT)
     same = configure_optimizers(model, small(weight_decay=0.3))
-    run.restore(small(), model, same, {}, state)
+    State(small(), model, same, sources).load_state_dict(saved)
     assert capsys.readouterr().out == "" and all(optimizer.state for optimizer in same)
     assert [g["weight_decay"] for o in same for g in o.param_groups] == [0.3, 0.0, 0.3]
-    state["code"] |= {"train.py": "another", "model.py": "another"}
+    saved["code"] |= {"train.py": "another", "model.py": "another"}
     other = Optimizer(model.parameters())
-    run.restore(small(), model, [other], {}, state)
+    State(small(), model, [other], sources).load_state_dict(saved)
     changed = "changed since that checkpoint: train.py, model.py, optimizers\n"
     assert capsys.readouterr().out == changed and not other.state
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gptling.cli import UserError
 from gptling.dataset import Dataset
+from gptling.evaluation import evaluate
 from gptling.gpt2_format import load
-from gptling.loss import evaluate
 from gptling.muon import Muon
 from gptling.run import list_checkpoints
 from gptling.tokenizers import build_tokenizer
@@ -67,7 +67,7 @@ SCHEDULES = get_args(get_type_hints(TrainConfig)["schedule"])
 def test_every_schedule_rises_then_falls_to_min_lr(max_iters, schedule):
     warmup, rates = max_iters // 10, {"learning_rate": 1e-3, "min_lr": 1e-4}
     config = small(max_iters=max_iters, warmup_iters=warmup, schedule=schedule, **rates)
-    rates = [learning_rate(step, config) for step in range(max_iters)]
+    rates = [learning_rate(step, max_iters, config) for step in range(max_iters)]
     assert rates[:warmup] == pytest.approx([1e-3 * (i + 1) / warmup for i in range(warmup)])
     assert all(a >= b for a, b in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
     assert 0 < min(rates) and max(rates) <= 1e-3
@@ -80,7 +80,7 @@ def test_cosine_schedule_is_that_of_pytorch():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=config.learning_rate)
     oracle = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100, eta_min=1e-3)
     for step in range(101):
-        assert learning_rate(step, config) == pytest.approx(oracle.get_last_lr()[0])
+        assert learning_rate(step, 101, config) == pytest.approx(oracle.get_last_lr()[0])
         optimizer.step()
         oracle.step()
 
@@ -89,7 +89,7 @@ def test_cosine_schedule_is_that_of_pytorch():
 def test_linear_schedule_rises_holds_then_falls_in_a_line(hold):
     rates = {"learning_rate": 1e-2, "min_lr": 1e-3}
     config = small(schedule="linear", hold=hold, max_iters=1001, warmup_iters=1, **rates)
-    rates = np.array([learning_rate(step, config) for step in range(1001)])
+    rates = np.array([learning_rate(step, 1001, config) for step in range(1001)])
     start = round(1 + 999 * hold)
     assert rates[: min(start + 1, 1000)] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-3)
     falls = np.diff(rates[start + 1 :])
@@ -254,7 +254,7 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
     state = torch.load(here / "out/mine/checkpoint-20/training_state.pt", weights_only=True)
     config = small(**state["config"])
     for entry in log:
-        assert entry["lr"] == pytest.approx(learning_rate(entry["step"] - 1, config))
+        assert entry["lr"] == pytest.approx(learning_rate(entry["step"] - 1, 20, config))
         assert entry["muon_lr"] == pytest.approx(4 * entry["lr"])
 
 
@@ -357,7 +357,7 @@ def test_every_step_and_micro_batch_drops_other_places(here, train_here):
 def test_deterministic_algorithms_are_on_until_the_end(here, monkeypatch, train_here):
     """Also after the sample of the first evaluation, which is drawn without them."""
     seen, are_on = [], torch.are_deterministic_algorithms_enabled
-    monkeypatch.setattr("gptling.loss.evaluate", lambda *_: seen.append(are_on()) or RESULT)
+    monkeypatch.setattr("train.evaluation.evaluate", lambda *_: seen.append(are_on()) or RESULT)
     process = run_here("train.py", *MINE, "--deterministic", cwd=here)
     torch.use_deterministic_algorithms(False)
     assert process.returncode == 0 and seen == [True, True], process.stderr

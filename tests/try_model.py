@@ -61,11 +61,11 @@ def check_training(flags: list[str], prepare_flags: list[str]) -> Path:
 
     stops = {8, 11}  # step 12 ends with an evaluation
 
-    def stop(step, config):
+    def stop(step, max_iters, config):
         if step in stops:
             stops.remove(step)
             signal.raise_signal(signal.SIGTERM)
-        return rate(step, config)
+        return rate(step, max_iters, config)
 
     train.learning_rate = stop
     stopped = ("--out_dir=out/stopped", "--resume")

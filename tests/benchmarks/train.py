@@ -69,9 +69,10 @@ def worker(case: dict):
     from torch.utils.checkpoint import checkpoint
 
     from gptling.devices import keep_freed_memory, use_float32_attention
-    from gptling.plan import fill_in
+    from gptling.schedule import fill_in
+    from gptling.settings import SMALL
     from model import GPT, GPTConfig
-    from train import SMALL, TrainConfig, configure_optimizers
+    from train import TrainConfig, configure_optimizers
 
     keep_freed_memory()
     fields, batch_size = SIZES[case["size"]]

@@ -1,4 +1,4 @@
-"""When the program started, and how PyTorch's threads wait for each other. Imported before PyTorch.
+"""When the command started, and how PyTorch's threads wait for each other. Imported before PyTorch.
 GNU's OpenMP lets them spin. Beside another program they take the processor from the very thread
 that they wait for: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html"""
 
@@ -7,5 +7,10 @@ import time
 
 STARTED = time.perf_counter()
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # turns, then they sleep. 300,000 by default
-if "WORLD_SIZE" in os.environ:  # of torchrun: DDP warns of an option in processes.wrap
+if "WORLD_SIZE" in os.environ:  # torchrun's: DDP warns of an option in processes.wrap
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def seconds() -> float:
+    """Return the seconds since the command started."""
+    return time.perf_counter() - STARTED

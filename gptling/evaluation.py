@@ -22,12 +22,12 @@ def is_cross_entropy(model: torch.nn.Module, idx, targets) -> bool:
     return torch.allclose(loss.float(), expected, rtol=1e-4)
 
 
-def objective_and_parts(output: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return what training minimises, and its parts. A changed GPT.forward may return (logits,
-    loss, {"z": z}): the objective is then loss + z, and the parts are {"loss": loss, "z": z}."""
-    _, loss, *more = output
-    added = more[0] if more else {}
-    return sum(added.values(), start=loss), {"loss": loss} | added
+def loss_terms(output: tuple) -> dict[str, torch.Tensor]:
+    """Return the terms that training minimises the sum of, by their names, given what the model
+    returns: {"loss": loss}, or of a changed GPT.forward that returns (logits, loss, {"z": z})
+    {"loss": loss, "z": z}."""
+    _, loss, *added = output
+    return {"loss": loss} | dict(*added)
 
 
 def check_finite(loss_and_norm: float, step: int, config):
@@ -68,8 +68,9 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
     }
 
 
-def print_evaluation(name, data, metrics: dict):
-    """Print the result of --eval_only, what evaluate returned for the model `name`."""
+def print_loss(name, model: torch.nn.Module, data, batch_size: int, processes, autocast):
+    """--eval_only: print the loss of the model `name`, as evaluate returns it."""
+    metrics = evaluate(model, data, batch_size, processes, autocast)
     nats = metrics["val_loss"]
     losses = f"{nats:.4f} nats per token, perplexity {math.exp(nats):,.4f}"
     losses += f", {metrics['bits_per_byte']:.4f} bits per byte"

@@ -1,0 +1,127 @@
+"""The time of a run: how many steps fit into it, and what more time would bring."""
+
+import bisect
+import statistics
+
+from gptling.schedule import (
+    GOOD_EPOCHS,
+    SAVING,
+    evaluates_after,
+    evaluation_time,
+    evaluations,
+    most_steps,
+    saving_time,
+    tokens_per_step,
+)
+
+
+class Clock:
+    """Measures steps and evaluations. If the run has a time budget, its number of steps follows the
+    speed of the machine: as many as fit, but none after which the run would overfit."""
+
+    def __init__(self, config, data, model, progress, processes):
+        self.config = config
+        self.progress = progress
+        self.processes = processes
+        self.val_targets = data.val_targets  # tokens of an evaluation
+        self.all_targets = len(data.val) - 1  # tokens of an evaluation of the whole split
+        self.n_parameters = sum(p.numel() for p in model.parameters())
+        self.most = most_steps(config, data.n_tokens)
+        self.first_step = progress.step
+        self.last_look = 0.0  # seconds
+        self.newest = []  # the seconds of each of the newest steps
+        self.means = []  # mean seconds of about ten steps each
+        self.evaluation = None  # seconds of the last evaluation with its checkpoint
+
+    def step_time(self) -> float:
+        """Return the seconds of a step, 0 before the second step. One interruption does not change
+        the median."""
+        return statistics.median(self.means[-5:] or self.newest or [0.0])
+
+    def evaluation_time(self) -> float:
+        """Return the seconds of an evaluation with its checkpoint."""
+        expected = evaluation_time(self.config, self.step_time(), self.val_targets)
+        return self.evaluation or expected + saving_time(self.n_parameters)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Return whether the run evaluates after step `step`."""
+        return evaluates_after(step, self.progress.max_iters, self.config)
+
+    def evaluations_left(self, step: int, max_iters: int) -> int:
+        """Return how often a run of max_iters steps evaluates from step `step` on."""
+        return max(1, evaluations(max_iters, self.config) - step // self.config.eval_interval)
+
+    def seconds_left(self, step: int, max_iters: int) -> float:
+        """Return the seconds from step `step` to the end of a run of max_iters steps, 0 while no
+        step is measured."""
+        if not self.step_time():
+            return 0.0
+        n_evaluations = self.evaluations_left(step, max_iters)
+        seconds = (max_iters - step) * self.step_time() + n_evaluations * self.evaluation_time()
+        if self.config.eval_tokens == -1:  # the last evaluation covers the whole split
+            seconds += evaluation_time(self.config, self.step_time(), self.all_targets)
+        return seconds
+
+    def fitting_steps(self, step: int) -> int:
+        """Note that step `step` begins. Return the number of steps that fit into the time budget,
+        by the first process's clock. Without a budget, or news of a time, it is max_iters."""
+        now = self.progress.seconds
+        elapsed = now - self.last_look
+        self.last_look = now
+        is_warm = step > self.first_step + 1  # the first step allocates, and compiles
+        has_news = is_warm and self.note(step, elapsed)
+        budget = 60 * self.config.minutes
+        if not budget:
+            return self.progress.max_iters
+        fitting = self.progress.max_iters
+        if has_news:
+            fitting = self.steps_within(budget - now, step)
+        proposed = fitting if self.processes.is_main else 0  # so the largest is the first process's
+        return self.processes.all_reduce_max(proposed)
+
+    def note(self, step: int, elapsed: float) -> bool:
+        """Note the seconds between step `step` and the step before it, which may have an evaluation
+        in between. Before step_time is known, both count as a step. Return whether one of the two
+        times has changed."""
+        if self.evaluates_after(step) and self.means:
+            self.evaluation = max(0.01, elapsed - self.step_time())
+            return True
+        self.newest.append(elapsed)
+        at_least = 10 if self.processes.device == "cuda" else 1  # a GPU is ahead, until a report
+        enough = max(1.0, 0.03 * 60 * self.config.minutes)  # seconds
+        if len(self.newest) < at_least or sum(self.newest) < enough:
+            return False
+        self.means.append(statistics.mean(self.newest))
+        self.newest = []
+        return True
+
+    def steps_within(self, seconds: float, step: int) -> int:
+        """Return max_iters, or another number if the run, now at step `step`, would miss its end by
+        more than 1 % of all its time and 10 % of these seconds. Before the first of several
+        evaluations, whose time is not known yet, the number does not grow."""
+        max_iters = self.progress.max_iters
+        too_late = self.seconds_left(step, max_iters) + SAVING - seconds
+        is_first = not self.evaluation and self.evaluations_left(step, max_iters) > 1
+        if too_late < 0 and is_first:
+            return max_iters
+        if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds):
+            return max_iters
+        longer = range(step + 1, max(self.most, max_iters) + 1)
+        fit = bisect.bisect(longer, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
+        return step + max(1, fit)
+
+
+def advice(config, data, step: int, best_step: int) -> str:
+    """Return how often the text was seen by step `step`, the last one, and whether more text or
+    more time would help. best_step: the step with the lowest validation loss."""
+    megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
+    epochs = step * tokens_per_step(config) / data.n_tokens
+    if best_step < step and epochs >= GOOD_EPOCHS:
+        hint = f"The model has overfitted since step {best_step}: more text would help."
+    elif step >= most_steps(config, data.n_tokens):
+        hint = "More text would help now, more time would not: the model would overfit."
+    elif epochs < GOOD_EPOCHS:
+        hint = "More time would help."
+    else:
+        hint = "More time would help a little, and more text would help more."
+    return f"The model has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"

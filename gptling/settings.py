@@ -1,0 +1,172 @@
+"""Where each setting of a training run gets its value:
+
+- A new run: defaults < presets < flags. What is None then comes from a plan for --minutes, or from
+  SMALL for --max_iters.
+- --resume: the settings of the run < presets < flags.
+- --init_from: the sizes of that model, and the rest as in a new run."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gptling import cli, devices
+from gptling.files import UserError, read_json
+from gptling.gpt2_format import stored_config
+from gptling.plan import plan_run
+from gptling.pretrained import find_checkpoint
+from gptling.run import RunDirectory, check_files, list_checkpoints, load_training_state
+from gptling.schedule import fill_in
+from gptling.state import read_sources
+
+# Settings of a run of --max_iters that nobody has given. Its rates follow from these: fill_in.
+SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
+SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1, "weight_decay": 0.1}
+SMALL |= {"bpe_dropout": 0.0, "max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
+
+
+@dataclass
+class Start:
+    """Where a run starts from."""
+
+    run: RunDirectory
+    sources: dict[str, bytes]  # the code, as it was when the command started
+    checkpoint: Path | None = None  # the weights: a resumed run's, init_from's, or None
+    saved: dict[str, Any] = field(default_factory=dict)  # a resumed run's state, otherwise {}
+
+
+def settle(config_class: type, model_class: type, set_up: Callable, quickstart, processes):
+    """Return (configuration, start) once each setting has its value, which no one changes from then
+    on. set_up: train.py's, to measure steps for a plan; quickstart: writes data/quickstart. Raises
+    UserError."""
+    description = sys.modules[config_class.__module__].__doc__
+    config, given = cli.load_config(config_class, description, presets=True)
+    config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
+    length = next((name for name in given if name in ("minutes", "max_iters")), "")  # the last flag
+    if length == "minutes" and not config.minutes:
+        raise UserError("--minutes=0: give a time above 0, or --max_iters")
+    sources = read_sources(config_class, model_class)
+    start = Start(RunDirectory(Path(config.out_dir), processes), sources)
+    if not config.eval_only:
+        find_start(config, start)
+    if start.saved:
+        config = resumed_config(config, start.saved["config"], given)
+        check_unfinished(config, start, is_longer=config.resume and "minutes" in given)
+    elif config.init_from != "scratch":
+        start.checkpoint = find_checkpoint(config.init_from)
+    processes.use_device(config.device)
+    devices.choose_algorithms(config.deterministic)
+
+    stored = {}
+    if start.checkpoint:
+        stored = stored_sizes(model_class, start.checkpoint)
+        adopt_sizes(config, given, stored, start.checkpoint)
+    if config.dataset == "quickstart" and not Path("data/quickstart").exists():
+        if processes.is_main:
+            quickstart()
+    processes.barrier()
+    if start.saved:
+        change_length(config, length, start.saved["progress"])
+    elif config.eval_only or (config.max_iters and length != "minutes"):
+        config.minutes = 0.0
+        fill_in(config, small(stored.get("block_size")))
+    else:
+        build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
+        plan_run(config, stored.get("block_size"), build, processes)
+    check_schedule(config)
+    return config, start
+
+
+def find_start(config, start: Start):
+    """Lock the directory of the run, and find the checkpoint that it continues from, if any. Raises
+    UserError if another training has the lock, or for a run that no flag allows to continue."""
+    run = start.run
+    run.acquire()
+    checkpoints = list_checkpoints(run.path)
+    if config.resume and not checkpoints:
+        ways = "begin without --resume, or give another --out_dir"
+        raise UserError(f"{run.path} has no checkpoint to resume: {ways}")
+    if config.overwrite or not checkpoints:
+        return
+    if not (config.resume or config.auto_resume):
+        ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
+        raise UserError(f"{run.path} holds a run: {ways}")
+    start.checkpoint = check_files(checkpoints[-1])
+    start.saved = load_training_state(start.checkpoint)
+
+
+def resumed_config(config, saved: dict, given: dict):
+    """Return a run's saved configuration, but with the flags that are given now, and defaults for
+    fields that are new. Prints what changes. Raises UserError for a flag that would make it a
+    different run."""
+    once = cli.marked_fields(type(config), "once")
+    fixed = cli.marked_fields(type(config), "fixed")
+    settings = dict(vars(config))
+    for name, value in (saved | given).items():
+        before = saved.get(name, "not set")
+        if name in once:
+            continue
+        if name not in settings:
+            print(f"{name}: {value} in the run, unknown to this code")
+            continue
+        if value != before:
+            if name in fixed:
+                raise UserError(f"--{name}={value}: the run has {before}; give another --out_dir")
+            print(f"{name}: {before} -> {value}")
+        settings[name] = value
+    return type(config)(**settings)
+
+
+def check_unfinished(config, start: Start, is_longer: bool):
+    """Raise UserError for a run that has all its steps, unless it gets more time."""
+    if start.saved["progress"]["step"] >= config.max_iters and not is_longer:
+        ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets an end"
+        raise UserError(f"{start.run.path} has all its {config.max_iters} steps: {ways}")
+
+
+def stored_sizes(model_class: type, checkpoint: Path) -> dict[str, Any]:
+    """Return the sizes of the model in a checkpoint."""
+    return vars(stored_config(model_class, read_json(checkpoint / "config.json")))
+
+
+def adopt_sizes(config, given: dict, stored: dict, checkpoint: Path):
+    """Give the configuration the stored sizes of a checkpoint, except for those with a flag. Raises
+    UserError for a size that the checkpoint cannot have."""
+    for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
+        setattr(config, name, stored[name])
+    if config.eval_only and config.block_size is None:
+        config.block_size = stored["block_size"]
+    for name in ("block_size", "n_layer", "n_head", "n_embd"):
+        value = getattr(config, name) or 0
+        is_shorter = name == "block_size" and value < stored[name]  # which is allowed
+        if value != stored[name] and not is_shorter:
+            raise UserError(f"--{name}={value}: {checkpoint} has {stored[name]}")
+
+
+def small(longest: int | None = None) -> dict[str, Any]:
+    """Return SMALL, with sequences that are no longer than a model allows."""
+    return SMALL | {"block_size": min(SMALL["block_size"], longest or SMALL["block_size"])}
+
+
+def change_length(config, flag: str, progress: dict):
+    """Give a resumed run the new length that a flag asks for: --max_iters, a number of steps from
+    now on, or --minutes, so many more at the mean speed so far."""
+    fill_in(config, SMALL)  # fields that the run's code did not have
+    if flag == "max_iters":
+        config.minutes = 0.0
+    elif flag == "minutes" and config.resume:
+        steps = max(1, round(60 * config.minutes * progress["step"] / progress["seconds"]))
+        print(f"plan for {config.minutes:g} more min: about {steps:,} more steps")
+        config.minutes += progress["seconds"] / 60
+        config.max_iters = progress["step"] + steps
+
+
+def check_schedule(config):
+    """Raise UserError for a final rate above the peak. Print that the warm-up is cut off."""
+    if config.min_lr > config.learning_rate:
+        rates = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
+        raise UserError(f"{rates}: give a lower --min_lr")
+    if config.warmup_iters > config.max_iters:
+        print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")

@@ -1,0 +1,152 @@
+"""What a run saves and resumes besides its weights. A checkpoint has it as training_state.pt."""
+
+import hashlib
+import math
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from gptling import startup
+from gptling.cli import marked_fields
+from gptling.files import UserError
+from gptling.processes import shard, whole
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    max_iters: int  # steps of the whole run. With a time budget, as many as fit
+    step: int = 0  # steps done
+    best: float = math.inf  # the lowest validation loss
+    seconds_before: float = 0.0  # seconds of earlier sessions
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of all sessions, up to now."""
+        return self.seconds_before + startup.seconds()
+
+
+class State:
+    """The optimizers, the progress, and `things`: objects by their names with state_dict() and
+    load_state_dict(), of plain values and tensors. sources: see read_sources. Make it before the
+    first step. Raises UserError unless each trained parameter is in one optimizer."""
+
+    def __init__(self, config: Any, model: torch.nn.Module, optimizers: list, sources, **things):
+        check_optimizers(model, optimizers)
+        self.config = config
+        self.model = model
+        self.optimizers = optimizers
+        self.things = things
+        self.progress = Progress(config.max_iters)
+        self.sources = sources
+        self.first_groups = self.groups()
+
+    def groups(self) -> list[list[dict]]:
+        """Return the groups of each optimizer, with numbers in the place of parameters."""
+        return [optimizer.state_dict()["param_groups"] for optimizer in self.optimizers]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that make this run, with the number of steps that fit now."""
+        values = vars(self.config) | {"max_iters": self.progress.max_iters}
+        once = marked_fields(type(self.config), "once")
+        return {name: value for name, value in values.items() if name not in once}
+
+    def code(self) -> dict[str, Any]:
+        """Return the sha256 of each source, and the names of the optimizers' classes."""
+        hashes = {name: hashlib.sha256(text).hexdigest() for name, text in self.sources.items()}
+        return hashes | {"optimizers": [type(optimizer).__name__ for optimizer in self.optimizers]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and whole tensors on the CPU. All processes call it."""
+        progress = self.progress
+        done = {"step": progress.step, "best": progress.best, "seconds": progress.seconds}
+        things = {name: thing.state_dict() for name, thing in self.things.items()}
+        return {
+            "progress": done,
+            "config": self.settings(),
+            "code": self.code(),
+            "optimizers": [named_state(optimizer, self.model) for optimizer in self.optimizers],
+            "settings": list(zip(self.first_groups, self.groups(), strict=True)),
+            "stateful": unsharded(things),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]):
+        """Continue from what state_dict returned, and print which code has changed. An optimizer of
+        another class, or a new thing, begins without a state."""
+        code = self.code()
+        if changed := [name for name in code if code[name] != saved["code"].get(name)]:
+            print(f"changed since that checkpoint: {', '.join(changed)}")
+        done = saved["progress"]
+        self.progress.step = done["step"]
+        self.progress.best = done["best"]
+        self.progress.seconds_before = done["seconds"]
+        before = saved["code"]["optimizers"], saved["optimizers"], saved["settings"]
+        for optimizer, name, state, groups in zip(self.optimizers, *before, strict=False):
+            if name == type(optimizer).__name__:
+                load_named_state(optimizer, self.model, state)
+                restore_groups(optimizer, *groups)
+        for name, thing in self.things.items():
+            state, now = saved["stateful"].get(name), thing.state_dict()
+            if state:  # a GradScaler's is empty for another dtype
+                thing.load_state_dict({k: placed(value, now.get(k)) for k, value in state.items()})
+
+
+def read_sources(*classes: type) -> dict[str, bytes]:
+    """Return the source files of classes by their names. Read them before a long plan is made, or
+    an edit in the meantime is taken for the code that runs."""
+    files = [Path(getattr(sys.modules[cls.__module__], "__file__", "")) for cls in classes]
+    # A script that Python reads from a pipe, or exec() runs, has no file.
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+
+def check_optimizers(model: torch.nn.Module, optimizers: list):
+    """Raise UserError unless each trained parameter is in one optimizer."""
+    counts = Counter()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            counts.update(group["params"])
+    for name, p in model.named_parameters():
+        if p.requires_grad and counts[p] != 1:
+            remedy = "configure_optimizers has to give it to one"
+            raise UserError(f"{name} is in {counts[p]} optimizers: {remedy}")
+
+
+def unsharded(state: Any) -> Any:
+    """Return the state with whole tensors, on the CPU. All processes call it."""
+    return tree_map_only(torch.Tensor, lambda tensor: whole(tensor).cpu(), state)
+
+
+def placed(value: Any, now: Any) -> Any:
+    """Return a saved value as the present one is: a tensor on its device, and sharded alike."""
+    tensors = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+    return shard(value, now) if tensors else value
+
+
+def named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
+    """Return {name of a parameter: its state}, unsharded, on the CPU. All processes call it."""
+    parameters = model.named_parameters()
+    return unsharded({name: optimizer.state[p] for name, p in parameters if p in optimizer.state})
+
+
+def load_named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: dict):
+    """Load what named_state returned, in its dtypes: Optimizer.load_state_dict would cast it."""
+    for name, parameter in model.named_parameters():
+        if name in state:
+            place = partial(shard, like=parameter)
+            optimizer.state[parameter] = tree_map_only(torch.Tensor, place, state[name])
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, first: list[dict], last: list[dict]):
+    """Set what training had changed, group by group. Momentum that was 0.9 at first and 0.95 at
+    last is 0.95 again if it is 0.9 now. Any other value now is a flag's or the code's and stays."""
+    for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
+        for name, value in after.items():
+            if value != before.get(name) and group.get(name) == before.get(name):
+                group[name] = value
