@@ -49,8 +49,8 @@ class GPTConfig:
 
 def hide_padding(mask, padding_mask):
     """Return the mask without the keys where padding_mask (B, S) is False, and has_key (..., T, 1),
-    which queries still have a key. A query without any attends to all keys, so that softmax and
-    gradient stay finite: what it gets is then multiplied by has_key."""
+    whether a query still has a key. Softmax over no key is NaN. So a query without any attends to
+    all keys, and the caller multiplies its result by has_key, which is 0 there."""
     hidden = False if mask.dtype == torch.bool else -math.inf
     if padding_mask is not None:
         mask = mask.masked_fill(~padding_mask[:, None, None, :], hidden)
@@ -69,8 +69,6 @@ class MultiHeadAttention(nn.Module):
     Self-attention, or cross-attention if `context` is given. Both are causal by default.
     Boolean masks say True = may attend. In training there is dropout of weights and output."""
 
-    attend = staticmethod(F.scaled_dot_product_attention)  # the kernel; a seam for speed
-
     def __init__(
         self, d_in, d_out, block_size, n_head, *, causal=True, dropout=0.0, qkv_bias=False,
         proj_bias=True,
@@ -83,7 +81,7 @@ class MultiHeadAttention(nn.Module):
         self.dropout = dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
         self.c_attn.weight.matrices = [d_out, d_out, d_out]  # three matrices stacked, for Muon
-        # copy.deepcopy, AveragedModel and load_state_dict(assign=True) lose it: set it again.
+        # copy.deepcopy, AveragedModel and load_state_dict(assign=True) lose `matrices`.
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
         mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
         self.register_buffer("causal_mask", mask.tril() if causal else mask, persistent=False)
@@ -94,8 +92,8 @@ class MultiHeadAttention(nn.Module):
         context (B, S, d_in): where keys and values come from. x itself if not given.
         padding_mask (B, S) bool: False hides a key. A query without any key gets c_proj's bias.
         cache, without context: keys and values of earlier calls, before x's. S counts both."""
-        past = 0 if cache is None else cache.length  # keys before that of the first query
-        q, k, v = self.project(x, context, past)  # (B, nh, T, hs); of a context k, v (B, nh, S, hs)
+        past = 0 if cache is None else cache.length  # number of earlier keys
+        q, k, v = self.project(x, context, past)  # (B, nh, T, hs); a context's k, v (B, nh, S, hs)
         if cache is not None:
             k, v = cache.append(k, v, self.block_size)  # (B, nh, S, hs)
         options, has_key = self.mask_options(q, k, past, padding_mask)
@@ -106,9 +104,20 @@ class MultiHeadAttention(nn.Module):
         y = y.transpose(1, 2).flatten(2)  # (B, T, d_out): heads side by side
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
+    def project(self, x, context=None, past=0):
+        """Return q, k and v (B, nh, T, hs), or k and v (B, nh, S, hs) of a context. past: how many
+        keys are earlier than x's."""
+        check_length(past + x.size(1), self.block_size)
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)  # each (B, T, d_out)
+        if context is not None:
+            check_length(context.size(1), self.block_size)
+            _, k, v = self.c_attn(context).chunk(3, dim=-1)  # each (B, S, d_out)
+        # Split the width into heads first, then swap: a bare view would mix positions and heads.
+        return [t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v)]
+
     def attention_weights(self, x, context=None, *, padding_mask=None):
-        """softmax(Q K^T / sqrt(hs)) written out, before dropout: (B, nh, T, S). Rows sum to 1, or
-        to 0 for a query without any key. Arguments as for forward."""
+        """Return softmax(Q K^T / sqrt(hs)), written out, before dropout: (B, nh, T, S). Rows sum to
+        1, or to 0 for a query without any key. Arguments as for forward."""
         q, k, _ = self.project(x, context)
         causal = self.causal_mask[None, None, : q.size(2), : k.size(2)]
         mask, has_key = hide_padding(self.mask(causal, 0), padding_mask)
@@ -119,21 +128,16 @@ class MultiHeadAttention(nn.Module):
             scores = scores + mask
         return scores.softmax(dim=-1) * has_key
 
-    def project(self, x, context=None, past=0):
-        """q, k and v (B, nh, T, hs); of a context k, v (B, nh, S, hs). past: keys before x."""
-        check_length(past + x.size(1), self.block_size)
-        q, k, v = self.c_attn(x).chunk(3, dim=-1)  # each (B, T, d_out)
-        if context is not None:
-            check_length(context.size(1), self.block_size)
-            _, k, v = self.c_attn(context).chunk(3, dim=-1)  # each (B, S, d_out)
-        # Split the width into heads first, then swap: a bare view would mix positions and heads.
-        return [t.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for t in (q, k, v)]
+    # What follows serves other masks, and speed. Skip it at first.
+
+    # The kernel. A faster one may take its place on a device.
+    attend = staticmethod(F.scaled_dot_product_attention)
 
     def mask(self, mask, past):
-        """Which keys each query attends to: `mask`, rows of causal_mask from that of the query at
-        position `past`, (1, 1, T, S), True = may attend. To change it, return other booleans, or
-        floats to add to the scores, -inf for a hidden key: (B or 1, nh or 1, T, S). Only padding is
-        hidden elsewhere. Positions are columns: a row with padding on its left begins later."""
+        """Return which keys each query attends to: `mask` (1, 1, T, S), the rows of causal_mask for
+        queries from position `past` on, True = may attend. For another mask return other booleans,
+        or floats to add to the scores, -inf for a hidden key: (B or 1, nh or 1, T, S). Padding is
+        hidden elsewhere, and counts: a prompt with two tokens of padding begins at position 2."""
         return mask
 
     def mask_options(self, q, k, past, padding_mask):
@@ -149,7 +153,8 @@ class MultiHeadAttention(nn.Module):
         return {"attn_mask": mask}, has_key
 
     def has_plain_mask(self) -> bool:
-        """Whether causal_mask is a triangle, or all True, as the kernel's own masks are."""
+        """Return whether causal_mask is a triangle, or all True, as the kernel's own masks are. An
+        edit of the buffer changes its _version, so that it is compared again."""
         mask = self.causal_mask
         if getattr(mask, "checked_version", None) != mask._version:  # a new or edited buffer
             plain = torch.ones_like(mask)
@@ -157,14 +162,14 @@ class MultiHeadAttention(nn.Module):
             mask.checked_version = mask._version
         return mask.is_plain
 
-    # torch.compile calls it once and keeps the answer. @torch.compiler.assume_constant_result sets
-    # the same mark, but imports the whole compiler.
+    # torch.compile calls has_plain_mask once and keeps the answer, because of this mark.
+    # @torch.compiler.assume_constant_result sets it too, but imports the whole compiler.
     has_plain_mask._dynamo_marked_constant = True
 
 
 class KVCache:
     """Keys and values of one attention layer so far. Memory is allocated once, for block_size, so
-    that a step copies only its new keys. dtype: the keys' own if None."""
+    that a step copies only its new keys. dtype: None is the keys' own."""
 
     def __init__(self, dtype: torch.dtype | None = None):
         self.k = self.v = None  # (B, nh, block_size, hs); values may be wider than keys
@@ -276,7 +281,7 @@ class GPT(nn.Module):
     """GPT-2's architecture. Parameters have the names of the published checkpoints."""
 
     config_class = GPTConfig
-    cache_dtype = None  # another: that of keys and values
+    cache_dtype = None  # the dtype of cached keys and values, if it is not the model's
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -289,7 +294,7 @@ class GPT(nn.Module):
         self.lm_head.weight = self.wte.weight  # tied, and so without memory of its own
         valid_tokens = torch.ones(config.vocab_size, dtype=torch.bool)  # see restrict_to_tokens
         self.register_buffer("valid_tokens", valid_tokens, persistent=False)
-        self.dropout = config.dropout  # of the embeddings
+        self.dropout = config.dropout  # for the sum of the embeddings
         self.uninitialised = self.init_weights()
 
     def init_weights(self) -> list[str]:
@@ -299,7 +304,8 @@ class GPT(nn.Module):
         Norms and the parameters whose names are returned stay as __init__ made them."""
         C = self.config.n_embd
         block_std = 0.02 * math.sqrt(768 / C)
-        # Logits start with variance C std^2, and half of that is the loss above ln(V): under 1.5 %.
+        # Logits then have the variance C std^2, and the first loss is ln(V) plus half of it. This
+        # limit keeps the half under 1.5 % of ln(V).
         token_std = min(0.02, math.sqrt(0.03 * math.log(self.config.vocab_size) / C))
         in_blocks = set(self.h.modules())
         known = set()
@@ -399,6 +405,6 @@ class GPT(nn.Module):
         return [KVCache(self.cache_dtype) for _ in self.h]
 
     def restrict_to_tokens(self, ids: Iterable[int]):
-        """Let generate draw only these ids, those that a tokenizer has."""
+        """Let generate draw only these ids, those of a tokenizer. The vocabulary may be padded."""
         self.valid_tokens.fill_(False)
         self.valid_tokens[[i for i in ids if i < self.config.vocab_size]] = True
