@@ -138,7 +138,8 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
     and stacks of them. AdamW updates the rest, embeddings too. Only matrices decay. The rate of a
     group is lr_scale times learning_rate. Muon multiplies in float32 unless dtype is bfloat16."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    matrices = {p for p in model.h.parameters() if p.dim() in (2, 3)} - embeddings
+    matrices = {p for p in model.h.parameters() if p.dim() in (2, 3) and min(p.shape[-2:]) > 1}
+    matrices -= embeddings
     muon = matrices if config.optimizer == "muon" else set()
     rest = [p for p in model.parameters() if p not in muon]
     groups = [
@@ -207,6 +208,7 @@ def main():
     processes.catch_signals()
 
     # ------------------------------------------------------------ loop
+    stopped = 0  # the number of a signal that a process got
     while progress.step < progress.max_iters:
         step = progress.step
         max_iters = clock.fitting_steps(step)  # with a time budget they follow the machine's speed
@@ -263,15 +265,12 @@ def main():
             report.training(losses, norm, optimizers, clock.seconds_left(done, max_iters))
         if evaluate_now:
             validation = data, config.batch_size, processes, autocast
-            metrics = {"step": done} | evaluation.evaluate(model, *validation)
-            comparable = metrics["val_loss"]  # over the same tokens each time
-            if done == max_iters and config.eval_tokens == -1:
-                data.validate_on(0)
-                whole = evaluation.evaluate(model, *validation)
-                metrics |= whole | {"comparable_loss": comparable}
-            progress.best = min(progress.best, comparable)
-            report.evaluation(metrics, best=comparable == progress.best)
-            start.run.save(state, data, metrics)  # before a changed model's generate can fail
+            metrics = {"step": done} | report.attempt(evaluation.evaluate, model, *validation)
+            if done == max_iters and config.eval_tokens == -1 and "val_loss" in metrics:
+                metrics |= report.attempt(evaluation.evaluate_whole, metrics, model, *validation)
+            progress.update_best(metrics)
+            report.evaluation(metrics)
+            start.run.save(state, data, metrics)
             report.sample(config.seed + done)
         if stopped:
             if not evaluate_now:

@@ -111,13 +111,14 @@ class Clock:
         return step + max(1, fit)
 
 
-def advice(config, data, step: int, best_step: int) -> str:
+def advice(config, data, step: int, overfitted_since: int | None) -> str:
     """Return how often the text was seen by step `step`, the last one, and whether more text or
-    more time would help. best_step: the step with the lowest validation loss."""
+    more time would help. overfitted_since: the step with the lowest validation loss, if the loss
+    has risen clearly since then."""
     megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
     epochs = step * tokens_per_step(config) / data.n_tokens
-    if best_step < step and epochs >= GOOD_EPOCHS:
-        hint = f"The model has overfitted since step {best_step}: more text would help."
+    if overfitted_since and epochs >= GOOD_EPOCHS:
+        hint = f"The model has overfitted since step {overfitted_since}: more text would help."
     elif step >= most_steps(config, data.n_tokens):
         hint = "More text would help now, more time would not: the model would overfit."
     elif epochs < GOOD_EPOCHS:

@@ -35,6 +35,10 @@ class Dataset:
         self.val = np.load(directory / "val.npy", mmap_mode="r")
         lengths = [*map(len, self.train)]
         self.n_tokens = sum(lengths)
+        stored = [meta.get(split, {}).get("tokens") for split in ("train", "val")]
+        if stored not in ([None, None], [self.n_tokens, len(self.val)]):
+            counts = f"{self.n_tokens:,} and {len(self.val):,} tokens, not {stored}"
+            raise UserError(f"{directory} has {counts}: prepare the text again with --overwrite")
         n_shared = min(max(lengths), len(self.val))
         self.longest = n_shared - 1  # sequence that both splits have
         if self.longest < block_size:

@@ -1,6 +1,7 @@
 """The loss over the validation split, and whether it can be compared with another model's."""
 
 import math
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -8,18 +9,14 @@ import torch.nn.functional as F
 from gptling.files import UserError
 
 EVALUATED_AT_ONCE = 4096  # tokens: 0.8 GB of GPT-2's logits
+ROWS_AT_ONCE = 512  # of logits
 
 
-@torch.no_grad()
-def is_cross_entropy(model: torch.nn.Module, idx, targets) -> bool:
-    """Whether a model's loss is the cross-entropy of its logits, by at most eight tokens of the
-    first sequence. Otherwise validation losses cannot be compared with another model's."""
-    idx = idx[:1, :8]
-    targets = targets[:1, :8]
-    loss = model(idx, targets)[1]
-    logits = model(idx)[0].float()
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return torch.allclose(loss.float(), expected, rtol=1e-4)
+def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the cross-entropies of logits (B, T, V), in nats, a few rows at a time."""
+    parts = [tensor.split(ROWS_AT_ONCE) for tensor in (logits.flatten(0, 1), targets.flatten())]
+    losses = [F.cross_entropy(x.float(), y, reduction="sum") for x, y in zip(*parts, strict=True)]
+    return sum(losses)
 
 
 def loss_terms(output: tuple) -> dict[str, torch.Tensor]:
@@ -37,35 +34,57 @@ def check_finite(loss_and_norm: float, step: int, config):
         raise UserError(f"the loss or its gradient is {loss_and_norm} at step {step}: {remedy}")
 
 
-@torch.no_grad()
+@contextmanager
+def eval_mode(model: torch.nn.Module):
+    """Within this context, the model is in eval mode, and nothing has a gradient."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        if hasattr(model, "reshard"):  # FSDP keeps gathered weights, which the next step would use
+            model.reshard()
+
+
 def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast) -> dict:
     """Return the loss over data's validation sequences in nats per token and in bits per byte, the
-    number of tokens, and is_cross_entropy of the model."""
+    number of tokens, and is_cross_entropy: whether this loss is the cross-entropy of the logits.
+    If it is not, it cannot be compared with another model's."""
     batch_size = max(1, min(batch_size, EVALUATED_AT_ONCE // data.block_size))
-    sums = []  # of losses and of targets that count, on the device, which nothing waits for
-    is_plain = True
-    model.eval()
-    for idx, targets in data.validation_batches(batch_size, processes):
-        with autocast:
-            if not sums:
-                is_plain = is_cross_entropy(model, idx, targets)
-            _, loss, *_ = model(idx, targets)  # a mean over the targets that count: not -100
-        count = (targets != -100).sum()
-        sums.append(torch.stack([loss * count, count]))
-    model.train()
-    if hasattr(model, "reshard"):  # FSDP keeps gathered weights, which the next step would use
-        model.reshard()
+    sums = []  # of losses, cross-entropies and targets, on the device, which nothing waits for
+    with eval_mode(model):
+        for idx, targets in data.validation_batches(batch_size, processes):
+            with autocast:
+                logits, loss, *_ = model(idx, targets)
+            count = (targets != -100).sum()
+            # The loss is a mean over the targets that count.
+            sums.append(torch.stack([loss * count, summed_cross_entropy(logits, targets), count]))
     sums = torch.stack(sums).cpu().double().sum(dim=0)
-    total, count = processes.sum(sums).tolist()
+    total, expected, count = processes.sum(sums).tolist()
     nats = total / max(1, count)  # per token
     bytes_per_token = max(1, data.val_bytes) / data.val_targets
-    bits_per_byte = nats / math.log(2) / bytes_per_token
     return {
         "val_loss": nats,
-        "bits_per_byte": bits_per_byte,
+        "bits_per_byte": nats / math.log(2) / bytes_per_token,
         "val_tokens": data.val_targets,
-        "is_cross_entropy": is_plain,
+        "is_cross_entropy": math.isclose(total, expected, rel_tol=1e-4),
     }
+
+
+def evaluate_whole(metrics: dict, model: torch.nn.Module, data, *options) -> dict:
+    """Evaluate on the whole validation split. Return what evaluate returns, with the loss and the
+    tokens of an evaluation before that covered a part, as the other evaluations of the run did."""
+    data.validate_on(0)
+    part = {"comparable_loss": metrics["val_loss"], "comparable_tokens": metrics["val_tokens"]}
+    return evaluate(model, data, *options) | part
+
+
+def comparable(metrics: dict) -> tuple[float, int | None]:
+    """Return the loss of an evaluation that compares with those of other steps, infinity without
+    one, and the number of its tokens."""
+    loss = metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
+    return loss, metrics.get("comparable_tokens", metrics.get("val_tokens"))
 
 
 def print_loss(name, model: torch.nn.Module, data, batch_size: int, processes, autocast):

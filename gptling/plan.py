@@ -289,7 +289,7 @@ class Planner:
         return seconds / (len(times) - 2)
 
 
-def plan_run(config, longest: int | None, set_up, processes):
+def complete(config, longest: int | None, set_up, processes):
     """Plan the fields that are None, and max_iters, for a run of config.minutes. Print the plan."""
     config.max_iters = None
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # neither matters here

@@ -19,8 +19,11 @@ class Processes:
     """The processes of this run. Usually this is the only one."""
 
     def __init__(self):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK") or 0)
+        self.world_size = int(os.environ.get("WORLD_SIZE") or 1)
+        if self.world_size > 1 and not os.environ.get("RANK"):
+            n = self.world_size
+            raise UserError(f"WORLD_SIZE={n} without RANK: unset it, or start with torchrun")
         self.is_main = self.rank == 0  # the process that writes and prints for all
         self.signal = 0  # see catch_signals
         self.sharded = False  # whether FSDP shards the model: see wrap
@@ -122,8 +125,11 @@ class Processes:
         """Return the model with whole parameters, for the first process. All call it."""
         if not self.sharded:
             return model
-        state = model.state_dict()
-        full = {name: whole(tensor) for name, tensor in state.items()}
+        full = {}
+        for name, tensor in model.state_dict().items():
+            tensor = whole(tensor)  # one at a time is whole on the device
+            if self.is_main:
+                full[name] = tensor.cpu()
         if not self.is_main:
             return model
         full_model = self.model_class(model.config)
@@ -131,9 +137,12 @@ class Processes:
         return full_model
 
     def catch_signals(self):
-        """Keep the number of SIGINT or SIGTERM. A second one ends a single process at once."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
+        """Keep the number of a signal that asks for an end, such as Ctrl-C's, Slurm's USR1, or that
+        of a closed terminal. A second one ends a single process at once."""
+        names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
+        for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._receive)
 
     def _receive(self, number, frame):
         self.signal = number

@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import time
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from gptling import startup
 from gptling.cli import progress_bar
 from gptling.clock import advice
 from gptling.devices import flops_utilisation
-from gptling.run import best_checkpoint, read_metrics
+from gptling.evaluation import comparable, eval_mode
+from gptling.run import best_checkpoint, list_checkpoints, read_metrics
 from gptling.schedule import tokens_per_step
 
 
@@ -76,7 +78,11 @@ class Report:
         print(f"data:  {data.n_tokens:,} tokens to train on, {validated} to validate on")
         print(f"model: {self.n_parameters:,} parameters, {shape}, context {config.block_size}")
         print(f"run:   {max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
-        print(f"       saved in {config.out_dir}, {machine}\n")
+        print(f"       saved in {config.out_dir}, {machine}")
+        if config.init_from == "scratch" and not self.step:
+            n_vocab = data.tokenizer.n_vocab
+            print(f"       a blind guess: {math.log(n_vocab):.3f} nats per token, ln {n_vocab:,}")
+        print()
 
     def say(self, *columns: str):
         """Print a line that begins with the number of steps done."""
@@ -91,13 +97,25 @@ class Report:
         if not self.processes.is_main:
             return
         entry["seconds"] = round(self.progress.seconds, 3)
-        with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
         try:
+            with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
+                # JSON has no infinity, which the norm of a float16 step may be.
+                file.write(json.dumps(entry).replace(": Infinity", ": null") + "\n")
             self.show(entry)
         except Exception as error:
             self.curves = self.wandb = False
             self.say(f"the run continues without curves: {error!r:.99}")
+
+    def attempt(self, function, *arguments) -> dict:
+        """Return what a function returns. If it fails, print a line and return {}: what has been
+        trained is worth more than an evaluation or a sample of it."""
+        try:
+            return function(*arguments) or {}
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(place.filename).name}:{place.lineno}"
+            self.say(f"{function.__name__} failed at {where}: {error!r:.99}")
+            return {}
 
     def show(self, entry: dict):
         """Show an entry of the log in loss.png and Weights & Biases."""
@@ -154,8 +172,10 @@ class Report:
         self.log(step=self.progress.step, max_iters=steps)
         self.bar.total = steps
 
-    def evaluation(self, metrics: dict[str, Any], best: bool):
-        """Report an evaluation."""
+    def evaluation(self, metrics: dict[str, Any]):
+        """Report an evaluation, unless it has failed."""
+        if "val_loss" not in metrics:
+            return
         self.log(**metrics, parameters=self.n_parameters)
         line = "validation"
         share = metrics["val_tokens"] / self.all_targets
@@ -163,7 +183,7 @@ class Report:
             line += f" on {100 * share:.2g} %:"
         line += f" {metrics['val_loss']:.3f} nats per token"
         line += f", {metrics['bits_per_byte']:.3f} bits per byte"
-        if best:
+        if comparable(metrics)[0] == self.progress.best:
             line += " (best)"
         if not metrics["is_cross_entropy"]:
             line += ", but not the cross-entropy of the logits: see GPT.losses"
@@ -171,22 +191,22 @@ class Report:
 
     def sample(self, seed: int):
         """Print the validation text's first tokens, a bar, and the model's text, in one line."""
+        self.attempt(self.write_sample, seed)
+        self.last_time = time.perf_counter()  # an evaluation's time is not the training's
+
+    def write_sample(self, seed: int):
         model = self.model
         decode = self.data.tokenizer.decode
         prompt = self.data.val[:8].tolist()
         idx = torch.tensor([prompt], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
         torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
-        model.eval()
-        tokens = model.generate(idx, 80, temperature=0.8, top_k=200, generator=generator)
-        drawn = [token.item() for token in tokens]
-        model.train()
-        if hasattr(model, "reshard"):  # see evaluate
-            model.reshard()
+        with eval_mode(model):
+            tokens = model.generate(idx, 80, temperature=0.8, top_k=200, generator=generator)
+            drawn = [token.item() for token in tokens]
         torch.use_deterministic_algorithms(self.config.deterministic)
         words = f"{decode(prompt)} | {decode(drawn)}".split()
         self.say(f"sample: {' '.join(words):.90}")
-        self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def close(self, stopped: bool):
         """Print the best loss, how often the text was seen, and the next command."""
@@ -202,12 +222,14 @@ class Report:
             return
         best = best_checkpoint(self.config.out_dir)
         metrics = read_metrics(best)
-        loss = f"{metrics['bits_per_byte']:.3f} bits per byte"
-        tokens = metrics["val_tokens"]
+        loss = f"{metrics.get('bits_per_byte', math.nan):.3f} bits per byte"
+        tokens = metrics.get("val_tokens", 0)
         if tokens < self.all_targets:
             loss += f" over {tokens:,} of {self.all_targets:,} tokens"
         print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
-        print(advice(self.config, self.data, self.progress.step, metrics["step"]))
+        newest = comparable(read_metrics(list_checkpoints(self.config.out_dir)[-1]))[0]
+        overfitted_since = metrics["step"] if newest > 1.005 * comparable(metrics)[0] else None
+        print(advice(self.config, self.data, self.progress.step, overfitted_since))
         if self.gpu:
             gigabytes = torch.cuda.max_memory_allocated() / 1e9
             print(f"Peak memory of the GPU: {gigabytes:.1f} GB")

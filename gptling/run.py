@@ -5,15 +5,20 @@ import math
 import pickle
 import re
 import shutil
+import tomllib
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gptling.evaluation import comparable
 from gptling.files import UserError, lock_directory, new_directory, read_json, replace
 from gptling.gpt2_format import save as save_model
 
 FORMAT = 6  # of training_state.pt
+HEADER = "# A preset: the settings of this run."  # of config.toml
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:
@@ -32,15 +37,16 @@ def read_metrics(checkpoint: Path) -> dict[str, Any]:
 
 
 def best_checkpoint(run: str | Path) -> Path | None:
-    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones. If
-    the last evaluation covers the whole split, its comparable_loss counts: over the part that the
-    evaluations before it cover."""
+    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones.
+    Losses over other tokens than the newest evaluation's do not count."""
+    losses = {path: comparable(read_metrics(path)) for path in list_checkpoints(run)[::-1]}
+    newest = next((tokens for loss, tokens in losses.values() if loss < math.inf), None)
 
-    def loss(checkpoint):
-        metrics = read_metrics(checkpoint)
-        return metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
+    def key(path):
+        loss, tokens = losses[path]
+        return loss if tokens == newest else math.inf
 
-    return min(list_checkpoints(run)[::-1], key=loss, default=None)
+    return min(losses, key=key, default=None)
 
 
 def check_files(checkpoint: Path) -> Path:
@@ -78,6 +84,13 @@ def save_training_state(state: dict[str, Any], file: Path):
         raise UserError(f"no run could resume with a {culprit} in its state: {remedy}") from None
 
 
+def read_settings(run: Path) -> dict[str, Any]:
+    """Return the settings in config.toml, {} if it is missing or cannot be read."""
+    with suppress(OSError, ValueError):
+        return tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    return {}
+
+
 class RunDirectory:
     """out/NAME. One training at a time writes there: the first of its processes."""
 
@@ -87,9 +100,21 @@ class RunDirectory:
         self.lock = None
 
     def acquire(self):
-        """Lock the directory, if there is one. Raises UserError if another training has done it."""
-        if self.processes.is_main and self.path.is_dir():
-            self.lock = lock_directory(self.path)
+        """Lock the directory, if there is one. Raises UserError if another training has done it,
+        or for a directory that belongs to another program or holds other runs."""
+        if not (self.processes.is_main and self.path.is_dir()):
+            return
+        self.lock = lock_directory(self.path)
+        if list_checkpoints(self.path):
+            return
+        inside = [path for path in self.path.iterdir() if list_checkpoints(path)]
+        if inside:
+            raise UserError(f"{self.path} holds other runs: give --out_dir={self.path}/NAME")
+        settings = self.path / "config.toml"
+        is_ours = settings.is_file() and settings.read_text("utf-8").startswith(HEADER)
+        for file in (settings, self.path / "log.jsonl"):
+            if file.exists() and not is_ours:
+                raise UserError(f"{file} is another program's: give another --out_dir")
 
     def start(self, state):
         """Begin at the step of the state, once all is ready: move an old run to NAME.old, remove
@@ -99,6 +124,8 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or lock_directory(self.path)
         if state.progress.step == 0 and list_checkpoints(self.path):
+            if not state.config.overwrite:  # since the plan was made, another training has ended
+                raise UserError(f"{self.path} holds a run by now: give another --out_dir")
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path)
@@ -106,9 +133,10 @@ class RunDirectory:
         self.write_settings(state.settings())
 
     def move_old_run(self):
-        """Move the run that is here to NAME.old, and lock the new directory."""
-        old = self.path.with_name(f"{self.path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        """Move the run that is here to NAME.old, or NAME.old2 if there is one, and so on. Lock the
+        new directory."""
+        names = (f"{self.path.name}.old{n if n > 1 else ''}" for n in count(1))
+        old = next(path for path in map(self.path.with_name, names) if not path.exists())
         self.lock.release()  # Windows renames no directory with an open file
         self.path.rename(old)
         self.path.mkdir()
@@ -116,18 +144,19 @@ class RunDirectory:
         print(f"the run that was in {self.path} is now in {old}")
 
     def truncate_log(self, step: int):
-        """Keep the lines of log.jsonl up to a step. A killed session has left the others."""
+        """Keep the lines of log.jsonl up to a step. A killed session has left the others, and a
+        power failure may have left a line that cannot be read."""
         log = self.path / "log.jsonl"
-        lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []  # whole ones
-        try:
-            kept = [line + b"\n" for line in lines if json.loads(line)["step"] <= step]
-        except ValueError as error:
-            raise UserError(f"{log} cannot be read ({error}): delete it") from None
+        kept = []
+        for line in log.read_bytes().splitlines() if log.exists() else []:
+            with suppress(ValueError):
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + b"\n")
         replace(log, b"".join(kept))
 
     def write_settings(self, settings: dict[str, Any]):
         """Write config.toml."""
-        text = "# A preset: the settings of this run.\n"
+        text = f"{HEADER} Edits have no effect on --resume, which has flags.\n"
         for name, value in settings.items():
             if value is not None:  # TOML's strings are JSON's
                 text += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
@@ -153,5 +182,7 @@ class RunDirectory:
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"checkpoints are for this model.py alone (model_type gptling): {why_not_gpt2}")
         for path in set(checkpoints[: -state.config.keep_last]) - {best_checkpoint(self.path)}:
-            # Hidden first: a crash leaves no half of a checkpoint.
-            shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")))
+            try:  # hidden first, so that a crash leaves no half of a checkpoint
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")))
+            except OSError as error:
+                print(f"an old checkpoint could not be deleted: {error}")

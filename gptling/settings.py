@@ -12,12 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gptling import cli, devices
+from gptling import cli, devices, plan
 from gptling.files import UserError, read_json
 from gptling.gpt2_format import stored_config
-from gptling.plan import plan_run
 from gptling.pretrained import find_checkpoint
-from gptling.run import RunDirectory, check_files, list_checkpoints, load_training_state
+from gptling.run import (
+    RunDirectory,
+    check_files,
+    list_checkpoints,
+    load_training_state,
+    read_settings,
+)
 from gptling.schedule import fill_in
 from gptling.state import read_sources
 
@@ -53,7 +58,7 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         find_start(config, start)
     if start.saved:
         config = resumed_config(config, start.saved["config"], given)
-        check_unfinished(config, start, is_longer=config.resume and "minutes" in given)
+        check_unfinished(config, start, is_longer=config.resume and length == "minutes")
     elif config.init_from != "scratch":
         start.checkpoint = find_checkpoint(config.init_from)
     processes.use_device(config.device)
@@ -74,7 +79,7 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         fill_in(config, small(stored.get("block_size")))
     else:
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
-        plan_run(config, stored.get("block_size"), build, processes)
+        plan.complete(config, stored.get("block_size"), build, processes)
     check_schedule(config)
     return config, start
 
@@ -95,6 +100,11 @@ def find_start(config, start: Start):
         raise UserError(f"{run.path} holds a run: {ways}")
     start.checkpoint = check_files(checkpoints[-1])
     start.saved = load_training_state(start.checkpoint)
+    settings = read_settings(run.path)
+    edited = [name for name, value in settings.items() if start.saved["config"].get(name) != value]
+    if edited:
+        names = ", ".join(edited)
+        print(f"{run.path}/config.toml has another {names}, which --resume reads as flags alone")
 
 
 def resumed_config(config, saved: dict, given: dict):
@@ -120,15 +130,22 @@ def resumed_config(config, saved: dict, given: dict):
 
 
 def check_unfinished(config, start: Start, is_longer: bool):
-    """Raise UserError for a run that has all its steps, unless it gets more time."""
+    """Raise UserError for a run that has all its steps, unless it gets more time. --auto_resume, as
+    in a chain of jobs, ends without an error."""
     if start.saved["progress"]["step"] >= config.max_iters and not is_longer:
+        if config.auto_resume:
+            print(f"{start.run.path} has all its {config.max_iters} steps")
+            sys.exit()
         ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets an end"
         raise UserError(f"{start.run.path} has all its {config.max_iters} steps: {ways}")
 
 
 def stored_sizes(model_class: type, checkpoint: Path) -> dict[str, Any]:
-    """Return the sizes of the model in a checkpoint."""
-    return vars(stored_config(model_class, read_json(checkpoint / "config.json")))
+    """Return the sizes of the model in a checkpoint. Raises UserError."""
+    try:
+        return vars(stored_config(model_class, read_json(checkpoint / "config.json")))
+    except ValueError as error:  # sizes that do not go together
+        raise UserError(f"{checkpoint / 'config.json'}: {error}") from None
 
 
 def adopt_sizes(config, given: dict, stored: dict, checkpoint: Path):

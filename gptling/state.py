@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from gptling import startup
 from gptling.cli import marked_fields
+from gptling.evaluation import comparable
 from gptling.files import UserError
 from gptling.processes import shard, whole
 
@@ -24,13 +25,22 @@ class Progress:
 
     max_iters: int  # steps of the whole run. With a time budget, as many as fit
     step: int = 0  # steps done
-    best: float = math.inf  # the lowest validation loss
+    best: float = math.inf  # the lowest validation loss over the same best_tokens
+    best_tokens: int | None = None
     seconds_before: float = 0.0  # seconds of earlier sessions
 
     @property
     def seconds(self) -> float:
         """The seconds of all sessions, up to now."""
         return self.seconds_before + startup.seconds()
+
+    def update_best(self, metrics: dict):
+        """Note the loss of an evaluation. One over other tokens begins a new comparison."""
+        loss, tokens = comparable(metrics)
+        if self.best_tokens not in (tokens, None):
+            self.best = math.inf
+        self.best = min(self.best, loss)
+        self.best_tokens = tokens
 
 
 class State:
@@ -65,11 +75,11 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and whole tensors on the CPU. All processes call it."""
-        progress = self.progress
-        done = {"step": progress.step, "best": progress.best, "seconds": progress.seconds}
+        names = ("step", "best", "best_tokens", "seconds")
+        progress = {name: getattr(self.progress, name) for name in names}
         things = {name: thing.state_dict() for name, thing in self.things.items()}
         return {
-            "progress": done,
+            "progress": progress,
             "config": self.settings(),
             "code": self.code(),
             "optimizers": [named_state(optimizer, self.model) for optimizer in self.optimizers],
@@ -86,6 +96,7 @@ class State:
         done = saved["progress"]
         self.progress.step = done["step"]
         self.progress.best = done["best"]
+        self.progress.best_tokens = done.get("best_tokens")
         self.progress.seconds_before = done["seconds"]
         before = saved["code"]["optimizers"], saved["optimizers"], saved["settings"]
         for optimizer, name, state, groups in zip(self.optimizers, *before, strict=False):

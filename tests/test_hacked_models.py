@@ -411,7 +411,7 @@ def test_a_validation_loss_that_is_no_cross_entropy_is_reported(run, tmp_path):
 
 
 LOOP = "        batch = data.batch(config, step, processes)"
-EVALUATE = '            metrics = {"step": done} | evaluation.evaluate(model, *validation)\n'
+EVALUATE = "            progress.update_best(metrics)\n"
 STATE = "    state = State(config, model, optimizers, start.sources, scaler=scaler)\n"
 SET_UP = "    processes.catch_signals()\n"
 DONE = "        progress.step = done\n"

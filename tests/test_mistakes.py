@@ -196,7 +196,6 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (RESUME, "config.json", b'{"n_head": 2, "n_em', "): delete out/mine/checkpoint-20"),
     (RESUME, "tokenizer.json", b"", "): delete out/mine/checkpoint-20"),
     (RESUME, "metrics.json", b'{"st', "): delete out/mine/checkpoint-20"),
-    (RESUME, "../log.jsonl", b"not JSON\n", "log.jsonl cannot be read"),
     (RESUME, "model.safetensors", None, "model.safetensors: delete out/mine/checkpoint-20"),
     (SAMPLE, "model.safetensors", b"short", "model.safetensors is damaged"),
     (SAMPLE, "model.safetensors", math.nan, "logits: other"),

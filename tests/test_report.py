@@ -35,11 +35,12 @@ def test_a_run_prints_what_it_trains_and_its_evaluations(here):
     meta = json.loads((here / "data/mine/meta.json").read_text())
     train, n_val = (meta[split]["tokens"] for split in ("train", "val"))
     n = sum(p.numel() for p in GPT(GPTConfig(16, 26, 2, 2, 16, bias=False)).parameters())
-    assert lines[:5] == [
+    assert lines[:6] == [
         f"data:  {train:,} tokens to train on, 160 of {n_val - 1:,} to validate on",
         f"model: {n:,} parameters, 2 layers, 2 heads, width 16, context 16",
         f"run:   20 steps of 64 tokens ({20 * 64 / train:.1f} epochs)",
         "       saved in out/mine, cpu, float32",
+        "       a blind guess: 3.258 nats per token, ln 26",
         "",
     ]
     evaluations = [entry for entry in read_log(here / "out/mine") if "val_loss" in entry]
@@ -147,7 +148,8 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
     assert reported == [1, 5, 10], "as in a file, so that a GPU is not waited for"
     report.bar.refresh()
     metrics = {"step": 10, "val_loss": 2.5, "bits_per_byte": 1.5, "val_tokens": 10}
-    report.evaluation(metrics | {"is_cross_entropy": True}, best=True)
+    report.progress.best = 2.5
+    report.evaluation(metrics | {"is_cross_entropy": True})
     *bars, line, end = re.split("[\r\n]", capsys.readouterr().out)
     assert any(bar.startswith("step 10/20 | loss 2.346 | ") and "left |█" in bar for bar in bars)
     assert line == "step 10/20 | validation 2.500 nats per token, 1.500 bits per byte (best)"
@@ -158,21 +160,23 @@ USED_UP = "More text would help now, more time would not: the model would overfi
 
 
 @pytest.mark.parametrize(
-    "epochs, size, best_step, help",
+    "epochs, size, losses, help",
     [
-        (0.5, "0.02", 1200, "More time would help."),
-        (3.9, "0.00", 10, "More time would help."),
-        (6.0, "2.00", 1200, "More time would help a little, and more text would help more."),
-        (6.0, "2.00", 10, "The model has overfitted since step 10: more text would help."),
-        (16, "0.00", 1200, USED_UP),
+        (0.5, "0.02", (2.1, 2.0), "More time would help."),
+        (3.9, "0.00", (2.0, 2.1), "More time would help."),
+        (6.0, "2.00", (2.1, 2.0), "More time would help a little, and more text would help more."),
+        (6.0, "2.00", (2.0, 2.1), "The model has overfitted since step 10: more text would help."),
+        (6.0, "2.00", (2.0, 2.001), "More time would help a little, and more text would help more."),
+        (16, "0.00", (2.1, 2.0), USED_UP),
     ],
 )
 def test_the_last_lines_say_the_loss_and_what_is_next(
-    epochs, size, best_step, help, tmp_path, capsys, monkeypatch
+    epochs, size, losses, help, tmp_path, capsys, monkeypatch
 ):
-    (tmp_path / "checkpoint-10").mkdir()
-    metrics = {"bits_per_byte": 1.23456, "step": best_step, "val_tokens": 4}
-    (tmp_path / "checkpoint-10/metrics.json").write_text(json.dumps(metrics))
+    for step, loss in zip((10, 1200), losses, strict=True):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        metrics = {"bits_per_byte": 1.23456, "step": step, "val_tokens": 4, "val_loss": loss}
+        (tmp_path / f"checkpoint-{step}/metrics.json").write_text(json.dumps(metrics))
     data = SimpleNamespace(val=range(11), val_targets=10, n_tokens=500 * 1200 / epochs)
     data.val_bytes = 10 * float(size) * 1e6 / data.n_tokens
     sizes = {"batch_size": 5, "block_size": 100, "max_iters": 2000}
@@ -180,7 +184,7 @@ def test_the_last_lines_say_the_loss_and_what_is_next(
     monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 7.2)
     report.close(stopped=False)
     done = "Done in 7 s. Best: 1.235 bits per byte over 4 of 10 tokens, "
-    done += f"saved in {tmp_path}/checkpoint-10"
+    done += f"saved in {tmp_path}/checkpoint-{10 if losses[0] < losses[1] else 1200}"
     then = f"python sample.py {tmp_path}"
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["", done]

@@ -256,7 +256,7 @@ def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train
 
 
 def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkeypatch, train_here):
-    """Whatever the start fails by before that; a second one replaces the first."""
+    """Whatever the start fails by before that. A second one has another name."""
     run, flags = finished / "out/mine", ["--dataset=mine", *TINY, "--overwrite", "--max_iters=3"]
     before = contents(run)
     for error in (["--init_from=nix"], ["--dataset=nix", "--out_dir=out/mine"]):
@@ -269,7 +269,8 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-3"]
     assert [entry["step"] for entry in read_log(run)] == [3, 3]
     assert train(*flags, "--seed=2", cwd=finished).returncode == 0
-    assert contents(finished / "out/mine.old") == new
+    assert contents(finished / "out/mine.old") == before
+    assert contents(finished / "out/mine.old2") == new
 
 
 # ---------------------------------------------------------------- the state of optimizers
