@@ -184,7 +184,7 @@ def main():
     processes = Processes()
     config, start = settle(TrainConfig, GPT, set_up, prepare_quickstart, processes)
     device, rank, world_size = processes.device, processes.rank, processes.world_size
-    data = training_data(config, start.saved.get("data"))
+    data = training_data(config, start.saved)
     model, forward, optimizers = set_up(config, data, start.checkpoint, processes)
     dtype = processes.pick_dtype(config)  # of matmuls
     autocast = processes.autocast(dtype)

@@ -45,6 +45,9 @@ class Dataset:
             remedy = f"prepare more text, or lower --block_size={block_size}"
             raise UserError(f"{directory} has sequences of {self.longest} tokens at most: {remedy}")
         self.block_size = block_size
+        self.offset = (
+            0  # sequences that a resumed run has drawn beyond step * batch, see get_sequences
+        )
         self.validate_on(eval_tokens)
 
     def validate_on(self, eval_tokens: int):
@@ -85,7 +88,8 @@ class Dataset:
 
     def batch(self, config, step: int, processes) -> list[tuple]:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
-        sequences = get_sequences(self.train, config, step, processes.rank, processes.world_size)
+        place = processes.rank, processes.world_size
+        sequences = get_sequences(self.train, config, step, *place, offset=self.offset)
         batches = []
         for ids in sequences:
             ids = processes.to_device(ids)  # (B, T + 1)
@@ -113,56 +117,61 @@ class Dataset:
             yield inputs.clamp(min=0), targets
 
 
-def training_data(config, fingerprint: str | None = None) -> Dataset:
-    """Return the data set of a configuration as its run reads it. Raises UserError unless it has
-    this fingerprint, that of the run to resume."""
+def training_data(config, saved: dict | None = None) -> Dataset:
+    """Return the data set of a configuration as its run reads it. saved: the state of the run to
+    resume, whose place in the epoch stays, also with another batch size. Raises UserError unless
+    the data set is the one that run has."""
     data = Dataset(config.dataset, config.block_size, eval_part(config))
-    if fingerprint not in (None, data.fingerprint):
-        remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
-        raise UserError(f"{data.directory} is not what {config.out_dir} was trained on: {remedy}")
+    if saved:
+        if saved["data"] != data.fingerprint:
+            remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
+            trained_on = f"what {config.out_dir} was trained on"
+            raise UserError(f"{data.directory} is not {trained_on}: {remedy}")
+        before = saved["config"]["batch_size"] * saved["config"]["gradient_accumulation_steps"]
+        now = config.batch_size * config.gradient_accumulation_steps
+        data.offset = saved.get("offset", 0) + saved["progress"]["step"] * (before - now)
     data.vary_tokens(config.bpe_dropout, config.seed)
     return data
 
 
 @lru_cache(maxsize=2)
-def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> np.ndarray:
-    """The sequences of an epoch in their order: the shard of each and its place there, (n, 2).
+def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> tuple:
+    """Draw the first sequence of each shard, and the order of an epoch. Return (order, ends,
+    firsts): the numbers of the sequences in their order, how many there are up to the end of each
+    shard, and where the first one of each begins.
 
-    Two shards of ten tokens and T = 3 give [[1, 4], [0, 2], [0, 5], [1, 1]], for example. In a
-    shard, sequences are T tokens apart. The place of the first one is random in each epoch.
-    With bpe_dropout each shard is a copy of the text, and an epoch visits all copies.
-    """
-    places = []
+    Two shards of ten tokens and T = 3 have two sequences each, numbers 0 and 1, 2 and 3. With
+    firsts [2, 1] these begin at 2 and 5, and at 1 and 4: sequences are T tokens apart. With
+    bpe_dropout each shard is a copy of the text, and an epoch visits all copies."""
+    counts = []
+    firsts = []
     for shard, length in enumerate(lengths):
         # T tokens are left over, so that the first sequence may begin at any of T places. A shard
         # of T + 1 to 2 T tokens has one sequence, a shorter one has none.
         n = max(length // T - 1, int(length > T))
-        n_firsts = min(T, length - n * T)
+        counts.append(n)
         rng = np.random.default_rng((seed, epoch, shard))
-        first = rng.integers(n_firsts)
-        starts = first + T * np.arange(n)
-        shards = np.full(n, shard)
-        pairs = np.stack([shards, starts], axis=1)
-        places.append(pairs)
-    places = np.concatenate(places)
+        firsts.append(rng.integers(min(T, length - n * T)))
     rng = np.random.default_rng((seed, epoch))
-    return rng.permutation(places)
+    order = rng.permutation(sum(counts)).astype(np.uint32)
+    return order, np.cumsum(counts), firsts
 
 
-def get_sequences(shards, config, step: int, rank=0, world_size=1) -> torch.Tensor:
-    """The sequences of a process in a step, (micro_steps, B, block_size + 1) int64: each an input
-    and its target, one token later. Micro-batch m of rank r is m * world_size + r of the step."""
+def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> torch.Tensor:
+    """Return the sequences of a process in a step, (micro_steps, B, block_size + 1) int64: each an
+    input and its target, one token later. Micro-batch m of rank r is m * world_size + r of the
+    step. offset: 160 if a run has had 10 steps of 32 sequences, and has steps of 16 since then."""
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     lengths = tuple(map(len, shards))
-    first_epoch = draw_epoch(lengths, T, config.seed, 0)
-    n = len(first_epoch)  # as in every epoch
+    n = len(draw_epoch(lengths, T, config.seed, 0)[0])  # the sequences of each epoch
     sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)
     for m, row in np.ndindex(micro_steps, B):
         micro_batches_before = (step * micro_steps + m) * world_size + rank  # since the run began
-        epoch, i = divmod(micro_batches_before * B + row, n)
-        order = draw_epoch(lengths, T, config.seed, epoch)
-        shard, start = order[i]
-        end = start + T + 1
-        sequences[m, row] = shards[shard][start:end]
+        epoch, i = divmod(offset + micro_batches_before * B + row, n)
+        order, ends, firsts = draw_epoch(lengths, T, config.seed, epoch)
+        number = int(order[i])
+        shard = int(np.searchsorted(ends, number, side="right"))
+        start = firsts[shard] + T * (number - ends[shard - 1] * (shard > 0))
+        sequences[m, row] = shards[shard][start : start + T + 1]
     return torch.from_numpy(sequences)

@@ -167,7 +167,11 @@ class RunDirectory:
         keep_last. All processes call it: each gives its shards, the first one writes."""
         if not (self.processes.is_main or self.processes.sharded):
             return
-        saved = state.state_dict() | {"format": FORMAT, "data": data.fingerprint}
+        saved = state.state_dict() | {
+            "format": FORMAT,
+            "data": data.fingerprint,
+            "offset": data.offset,
+        }
         model = self.processes.full_model(state.model)
         if not self.processes.is_main:
             return

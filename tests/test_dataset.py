@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptling.dataset import Dataset, get_sequences
+from gptling.dataset import Dataset, get_sequences, training_data
 from gptling.files import UserError
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from tests.conftest import one_process, small
@@ -88,6 +88,25 @@ def test_a_step_has_the_same_sequences_however_it_is_cut():
         parts = [get_sequences(shards, config, step, rank, processes) for rank in range(processes)]
         in_order = torch.stack(parts, dim=1).flatten(0, 2)  # by micro-batch, rank and row
         assert torch.equal(in_order, get_sequences(shards, whole, step)[0])
+
+
+def test_a_run_resumed_with_another_batch_size_continues_at_its_place_in_the_epoch(here):
+    """Sequences come neither twice nor not at all."""
+    ids = np.arange(5000) % 60000
+    write_data("mine", ids, [1] * 99)
+    sizes = {"dataset": "mine", "block_size": 16, "gradient_accumulation_steps": 1}
+    whole = small(batch_size=60, **sizes)
+    config = small(batch_size=6, **sizes)
+    saved = {"data": Dataset("mine", 16).fingerprint, "progress": {"step": 4}}
+    parts = [training_data(config).batch(config, step, one_process()) for step in range(4)]
+    for step, batch_size in ((4, 12), (6, 3)):
+        saved["config"] = {"batch_size": config.batch_size, "gradient_accumulation_steps": 1}
+        config = small(batch_size=batch_size, **sizes)
+        data = training_data(config, saved)
+        parts += [data.batch(config, step, one_process()) for step in (step, step + 1)]
+        saved |= {"offset": data.offset, "progress": {"step": 6}}
+    seen = torch.cat([x for batch in parts for x, _ in batch])
+    assert torch.equal(seen, training_data(whole).batch(whole, 0, one_process())[0][0][:54])
 
 
 # ---------------------------------------------------------------- validation

@@ -156,6 +156,7 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path, capsys, mo
     assert end == "" and all("tokens/s" not in bar for bar in bars)
 
 
+A_LITTLE = "More time would help a little, and more text would help more."
 USED_UP = "More text would help now, more time would not: the model would overfit."
 
 
@@ -164,9 +165,9 @@ USED_UP = "More text would help now, more time would not: the model would overfi
     [
         (0.5, "0.02", (2.1, 2.0), "More time would help."),
         (3.9, "0.00", (2.0, 2.1), "More time would help."),
-        (6.0, "2.00", (2.1, 2.0), "More time would help a little, and more text would help more."),
+        (6.0, "2.00", (2.1, 2.0), A_LITTLE),
         (6.0, "2.00", (2.0, 2.1), "The model has overfitted since step 10: more text would help."),
-        (6.0, "2.00", (2.0, 2.001), "More time would help a little, and more text would help more."),
+        (6.0, "2.00", (2.0, 2.001), A_LITTLE),
         (16, "0.00", (2.1, 2.0), USED_UP),
     ],
 )

@@ -131,7 +131,7 @@ def test_evaluation_logging_and_checkpoints_change_no_weight(here):
 def saver(directory):
     """A function that saves a tiny model there, with its metrics."""
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
-    data = SimpleNamespace(tokenizer_json=None, fingerprint="")
+    data = SimpleNamespace(tokenizer_json=None, fingerprint="", offset=0)
     state = State(small(keep_last=1), model, configure_optimizers(model, small()), {})
     return lambda metrics: run.save(state, data, metrics)
 
@@ -301,7 +301,7 @@ class Optimizer(torch.optim.Optimizer):
 def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
     """By names, whatever the groups and their order; stored, and each number in its dtype."""
     idx, ends = torch.arange(8)[None], []
-    data = SimpleNamespace(tokenizer_json=None, fingerprint="")
+    data = SimpleNamespace(tokenizer_json=None, fingerprint="", offset=0)
     for stop in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(8, 11, 1, 2, 4))
