@@ -59,7 +59,7 @@ def hide_padding(mask, padding_mask):
 
 
 def check_length(length: int, block_size: int):
-    if length > block_size:  # not require: its message would make torch.compile compile each length
+    if length > block_size:  # require's message would make torch.compile compile each length
         raise ValueError(f"a sequence of {length} tokens is longer than block_size={block_size}")
 
 
@@ -231,7 +231,7 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
     if temperature == 0:
         best = F.one_hot(logits.argmax(dim=-1), logits.size(-1))
         return best + 0 * logits.amax(dim=-1, keepdim=True)  # NaN stays NaN
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # at most 0
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # 0 at most
     if 0 < top_k < logits.size(-1):
         logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
     if top_p < 1:
@@ -248,7 +248,7 @@ def sample_token(probs: torch.Tensor, generator=None) -> torch.Tensor:
     torch.multinomial would draw a random number for every token of the vocabulary. generator: one
     for all rows, or a list with one a row. Raises ValueError for probabilities that are NaN."""
     device = probs.device
-    probs = probs.cpu() if device.type == "mps" else probs  # which has no float64
+    probs = probs.cpu() if device.type == "mps" else probs  # MPS has no float64
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
     if isinstance(generator, Sequence):
         u = torch.cat([torch.rand(1, 1, generator=g, device=device) for g in generator])
@@ -294,7 +294,7 @@ class GPT(nn.Module):
         self.lm_head.weight = self.wte.weight  # tied, and so without memory of its own
         valid_tokens = torch.ones(config.vocab_size, dtype=torch.bool)  # see restrict_to_tokens
         self.register_buffer("valid_tokens", valid_tokens, persistent=False)
-        self.dropout = config.dropout  # for the sum of the embeddings
+        self.dropout = config.dropout  # see hidden
         self.uninitialised = self.init_weights()
 
     def init_weights(self) -> list[str]:
@@ -314,7 +314,7 @@ class GPT(nn.Module):
                 std = block_std if module in in_blocks else token_std
                 if name.endswith("c_proj"):
                     std /= math.sqrt(2 * self.config.n_layer)
-                if module.weight not in known:  # else it is tied to an embedding
+                if module.weight not in known:  # a known one is tied to an embedding
                     nn.init.normal_(module.weight, mean=0.0, std=std)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
@@ -343,9 +343,9 @@ class GPT(nn.Module):
 
     def losses(self, logits, targets):
         """-log softmax(logits)[target] in nats, (N,), of logits (N, V). 0 if a target is -100.
-        Put what is of the training loss alone behind `if self.training:`. To mask targets, set
+        Put a term of the training loss alone behind `if self.training:`. To mask targets, set
         them to -100 in train.py's loop, not here."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # for sums over V
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # sums over V
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
     def forward(self, idx, targets=None, *, padding_mask=None, cache=None, last_only=False):

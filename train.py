@@ -64,7 +64,7 @@ class TrainConfig(GPTConfig):
     # run
     minutes: float = 1.0  # time budget: what you do not set is planned for it. Or give --max_iters
     max_iters: Planned[PositiveInt] = None  # number of training steps. It replaces --minutes
-    # where to write checkpoints and the log: out/DATASET if empty
+    # directory of the checkpoints and the log. out/DATASET if empty
     out_dir: cli.Once[cli.Empty[str]] = ""
     # continue from out_dir's newest checkpoint. Flags override its settings
     resume: cli.Once[bool] = False
@@ -78,12 +78,12 @@ class TrainConfig(GPTConfig):
     # optimizer
     batch_size: Planned[PositiveInt] = None  # sequences per micro-batch
     gradient_accumulation_steps: Planned[PositiveInt] = None  # micro-batches per step, in total
-    # for matrices in the blocks. AdamW for the rest
+    # optimizer of the matrices in the blocks. AdamW updates the rest
     optimizer: cli.Fixed[Literal["adamw", "muon"]] = "muon"
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
     muon_lr: Planned[float] = None  # Muon's peak rate in Keller Jordan's convention. Same schedule
     muon_momentum: Planned[Share] = None  # Muon's momentum. Shorter runs prefer a lower value
-    weight_decay: Planned[float] = None  # for matrices. Biases and LayerNorms do not decay
+    weight_decay: Planned[float] = None  # weight decay of matrices. Biases and norms have none
     muon_decay: Planned[float] = None  # Muon's weight decay. If it is not set, weight_decay's
     beta1: Share = 0.9  # AdamW: decay rate of the moving average of gradients
     beta2: Share = 0.99  # AdamW: decay rate of the moving average of squared gradients
@@ -186,7 +186,7 @@ def main():
     device, rank, world_size = processes.device, processes.rank, processes.world_size
     data = training_data(config, start.saved)
     model, forward, optimizers = set_up(config, data, start.checkpoint, processes)
-    dtype = processes.pick_dtype(config)  # of matmuls
+    dtype = processes.pick_dtype(config)  # precision of matmuls
     autocast = processes.autocast(dtype)
     if config.eval_only:
         validation = data, config.batch_size, processes, autocast
@@ -194,8 +194,8 @@ def main():
 
     # ------------------------------------------------------------ state
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    # What a run saves and resumes. To add an object with state_dict() and load_state_dict(), name
-    # it here: average=average.
+    # The run saves and resumes all of these. To add an object that has state_dict() and
+    # load_state_dict(), give it a name here: average=average.
     state = State(config, model, optimizers, start.sources, scaler=scaler)
     progress = state.progress
     if start.saved:
@@ -211,7 +211,7 @@ def main():
     stopped = 0  # the number of a signal that a process got
     while progress.step < progress.max_iters:
         step = progress.step
-        max_iters = clock.fitting_steps(step)  # with a time budget they follow the machine's speed
+        max_iters = clock.fitting_steps(step)  # the speed decides if there is a time budget
         if max_iters != progress.max_iters:
             progress.max_iters = max_iters
             report.new_plan(clock.step_time(), clock.evaluation_time())
@@ -222,8 +222,8 @@ def main():
 
         batch = data.batch(config, step, processes)
         # To mask targets, make them -100 here, before they are counted.
-        n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # in all processes
-        losses = {}  # of the step: "loss", and what a changed model adds to it
+        n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # all processes' sum
+        losses = {}  # the mean loss of the step, and of each term that a changed model adds
         for micro_step, (x, y) in enumerate(batch):
             # Dropout is a function of the micro-batch, wherever it is computed.
             torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))

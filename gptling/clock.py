@@ -76,7 +76,7 @@ class Clock:
         fitting = self.progress.max_iters
         if has_news:
             fitting = self.steps_within(budget - now, step)
-        proposed = fitting if self.processes.is_main else 0  # so the largest is the first process's
+        proposed = fitting if self.processes.is_main else 0  # the first process's is the largest
         return self.processes.all_reduce_max(proposed)
 
     def note(self, step: int, elapsed: float) -> bool:

@@ -58,7 +58,7 @@ class Dataset:
         n_all = math.ceil(len(targets) / T)  # the last may be shorter
         wanted = math.ceil(eval_tokens / T)
         n = min(n_all, wanted) or n_all
-        chosen = np.arange(n) * n_all // n  # of sequences 0 to n_all - 1
+        chosen = np.arange(n) * n_all // n  # numbers from 0 to n_all - 1
         self.val_starts = chosen * T
         parts = [targets[start : start + T] for start in self.val_starts]
         ids = np.concatenate(parts)
@@ -75,7 +75,7 @@ class Dataset:
             reason = "the tokenizer is no BPE, and each text has one split"
             raise UserError(f"--bpe_dropout={dropout}: {reason}: give --bpe_dropout=0")
         self.train = vary_tokens(self.train, self.tokenizer, dropout, seed)
-        self.n_tokens = sum(map(len, self.train)) // len(self.train)  # of a copy
+        self.n_tokens = sum(map(len, self.train)) // len(self.train)  # one copy's
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""
@@ -94,7 +94,7 @@ class Dataset:
         for ids in sequences:
             ids = processes.to_device(ids)  # (B, T + 1)
             inputs = ids[:, :-1]
-            targets = ids[:, 1:].clone()  # that you may change
+            targets = ids[:, 1:].clone()  # a copy, which you may change
             batches.append((inputs, targets))
         return batches
 

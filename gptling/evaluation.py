@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from gptling.files import UserError
 
 EVALUATED_AT_ONCE = 4096  # tokens: 0.8 GB of GPT-2's logits
-ROWS_AT_ONCE = 512  # of logits
+ROWS_AT_ONCE = 512  # rows of logits that are summed together
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
     number of tokens, and is_cross_entropy: whether this loss is the cross-entropy of the logits.
     If it is not, it cannot be compared with another model's."""
     batch_size = max(1, min(batch_size, EVALUATED_AT_ONCE // data.block_size))
-    sums = []  # of losses, cross-entropies and targets, on the device, which nothing waits for
+    sums = []  # each batch's losses, cross-entropies and targets, on a device that no one waits for
     with eval_mode(model):
         for idx, targets in data.validation_batches(batch_size, processes):
             with autocast:

@@ -42,7 +42,7 @@ DROPOUT_MEMORISATION = 35
 BPE_DROPOUT_MEMORISATION = 100
 BPE_DROPOUT_EPOCHS = 8
 FORGETTING_EPOCHS = 0.8  # see Planner.decays. Sweep "decay"
-MICRO_BATCH_TOKENS = 8192  # at most, so that the largest model fits a GPU of 24 GB
+MICRO_BATCH_TOKENS = 8192  # no more, so that the largest model fits a GPU of 24 GB
 
 
 def nearest_power_of_two(number: float) -> int:
@@ -79,7 +79,7 @@ class Planner:
             return self.configuration(config.n_layer, config.n_embd, tokens)
 
         planned = in_time(candidate)
-        if planned.bpe_dropout:  # then more steps are allowed (most_steps), with other batches
+        if planned.bpe_dropout:  # more steps are allowed (most_steps), and other batches fit them
             planned = in_time(planned)
         if planned != candidate:
             its_step = self.time_step(planned)
@@ -143,7 +143,8 @@ class Planner:
         block_size = nearest_power_of_two(max(64, useful**0.6 / 72))
         set_missing(config, block_size=min(1024, block_size, self.longest))
         width = config.n_embd
-        heads = range(max(1, width // (32 if width < 256 else 64)), 0, -1)  # of so many channels
+        head_size = 32 if width < 256 else 64
+        heads = range(max(1, width // head_size), 0, -1)
         set_missing(config, n_head=next(n for n in heads if width % n == 0))
         if config.batch_size is None:
             self.set_batch(config, max(1024, 9.3 * useful**0.383))
@@ -182,7 +183,7 @@ class Planner:
         """Return how many steps of `step` seconds fill the time with evaluations, the steps between
         these, and eval_tokens: -1 if the last evaluation covers the whole split, and those before
         it a part (see eval_part)."""
-        step *= 1.05  # with its data and the log
+        step *= 1.05  # drawing its data and logging included
         seconds = max(step, self.seconds_left() - SAVING)
         wished = max(3, min(10, int(self.seconds_left() // 60)))  # one evaluation a minute
         trial = copy.copy(config)
@@ -191,7 +192,7 @@ class Planner:
         evaluating = evaluation_time(config, step, part) + saving_time(self.parameters(config))
         if config.eval_interval:
             n_evaluations = max(1.0, seconds / (config.eval_interval * step + evaluating))
-        else:  # in half of the time at most
+        else:  # evaluations have half of the time at most
             n_evaluations = max(1, min(wished, int(seconds / 2 / evaluating)))
         whole = evaluation_time(config, step, self.val_tokens)
         ends_whole = trial.eval_tokens == -1 and part < self.val_tokens and whole < seconds / 5
@@ -249,7 +250,7 @@ class Planner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        torch.compiler.reset()  # or the next shape would be compiled for all shapes
+        torch.compiler.reset()  # otherwise the next shape would be compiled for all shapes
         return math.inf
 
     def measure_step(self, config) -> float:
@@ -261,7 +262,7 @@ class Planner:
         autocast = self.processes.autocast(self.processes.pick_dtype(candidate))
         # Seconds per model, so that four models use a tenth of the time.
         limit = min(0.025 * 60 * self.config.minutes, 3.75)
-        times = [self.now()]  # before the first step, which allocates and compiles, and after each
+        times = [self.now()]  # the first step, which allocates and compiles, begins here
         worked = []  # seconds that this thread has had of the processor, after each step
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")

@@ -30,7 +30,7 @@ class Processes:
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")
         if self.world_size > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not cli.run's: it waits for others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # cli.launch's would wait for others
             # If torchrun starts all processes of a machine again, its store still has the keys of
             # those that died. Other machines do not know the number of restarts.
             store, rank, world_size = next(dist.rendezvous("env://"))
@@ -102,8 +102,8 @@ class Processes:
 
             attributes = {name: vars(p) for name, p in model.named_parameters()}
             for module in dict.fromkeys([*model.h, model]):  # a shared block once
-                fully_shard(module)  # which moves it to the device
-            for name, p in model.named_parameters():  # these are new, and Muon reads p.matrices
+                fully_shard(module)  # moves it to the device too
+            for name, p in model.named_parameters():  # new ones, and Muon reads p.matrices
                 vars(p).update(attributes[name])
             return model
         model.to(self.device)

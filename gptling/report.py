@@ -140,7 +140,7 @@ class Report:
         seconds_left: to the end of the run, or 0 if they are not known yet."""
         step, max_iters = self.progress.step, self.progress.max_iters
         now = time.perf_counter()
-        seconds = (now - self.last_time) / (step - self.step)  # of a step
+        seconds = (now - self.last_time) / (step - self.step)  # one step's
         self.last_time = now
         self.step = step
         last = step == max_iters

@@ -17,8 +17,8 @@ from gptling.evaluation import comparable
 from gptling.files import UserError, lock_directory, new_directory, read_json, replace
 from gptling.gpt2_format import save as save_model
 
-FORMAT = 6  # of training_state.pt
-HEADER = "# A preset: the settings of this run."  # of config.toml
+FORMAT = 6  # the version of training_state.pt
+HEADER = "# A preset: the settings of this run."  # the first line of config.toml
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:
@@ -63,7 +63,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
     """Return the plain values and tensors of training_state.pt. Raises UserError."""
     try:
         state = torch.load(checkpoint / "training_state.pt", map_location="cpu", weights_only=True)
-    except Exception as error:  # of many classes
+    except Exception as error:  # PyTorch has many classes of them
         hint = f"delete {checkpoint} to resume from the one before"
         raise UserError(f"training_state.pt cannot be read ({error!r:.60}): {hint}") from None
     if state["format"] != FORMAT:

@@ -56,7 +56,7 @@ def fill_in(config, values: dict):
     if config.optimizer == "adamw":
         adamw_rate = 0.001 * math.sqrt(256 / width)
     else:
-        adamw_rate = 0.01 * min(1, 192 / width)  # for embeddings alone
+        adamw_rate = 0.01 * min(1, 192 / width)  # only embeddings have it
     muon_rate = 0.05 * min(1, math.sqrt(128 / width))
     tenth = 1 if config.init_from == "scratch" else 10
     set_missing(config, learning_rate=adamw_rate / tenth, muon_lr=muon_rate / tenth)

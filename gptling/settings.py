@@ -157,7 +157,7 @@ def adopt_sizes(config, given: dict, stored: dict, checkpoint: Path):
         config.block_size = stored["block_size"]
     for name in ("block_size", "n_layer", "n_head", "n_embd"):
         value = getattr(config, name) or 0
-        is_shorter = name == "block_size" and value < stored[name]  # which is allowed
+        is_shorter = name == "block_size" and value < stored[name]  # a shorter context is allowed
         if value != stored[name] and not is_shorter:
             raise UserError(f"--{name}={value}: {checkpoint} has {stored[name]}")
 
