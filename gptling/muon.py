@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gptling.processes import shard, whole
+from gptling.processes import is_sharded, shard, whole
 
 
 class Muon(torch.optim.Optimizer):
@@ -22,23 +22,29 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            gathered = []  # (parameter, the whole of it: itself, unless FSDP has sharded it)
-            by_shape = {}  # {shape: [(weight, update), ...]} of all matrices, as views of the whole
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                update = whole(self.update_momentum(p, group["momentum"]))
-                weight = whole(p)
-                gathered.append((p, weight))
-                rows = getattr(p, "matrices", [p.size(-2)])
-                parts = zip(weight.split(rows, -2), update.split(rows, -2), strict=True)
-                for matrix, its_update in parts:
-                    by_shape.setdefault(matrix.shape, []).append((matrix, its_update))
-            for pairs in by_shape.values():
-                self.apply(pairs, group)
-            for p, weight in gathered:
-                if weight is not p:
-                    p.copy_(shard(weight, p))
+            params = [p for p in group["params"] if p.grad is not None]
+            # FSDP's are whole one after the other, so that no process needs memory for all.
+            together = [[p] for p in params] if any(map(is_sharded, params)) else [params]
+            for some in together:
+                self.update(some, group)
+
+    def update(self, params: list[Tensor], group: dict):
+        """Update parameters, with all their matrices of one shape in one batch."""
+        wholes = []  # the parameters, gathered from all processes if they are sharded
+        by_shape = {}  # {shape: [(weight, update), ...]} of all matrices, as views of the whole
+        for p in params:
+            weight = whole(p)
+            update = whole(self.update_momentum(p, group["momentum"]))
+            wholes.append(weight)
+            rows = getattr(p, "matrices", [p.size(-2)])
+            parts = zip(weight.split(rows, -2), update.split(rows, -2), strict=True)
+            for matrix, its_update in parts:
+                by_shape.setdefault(matrix.shape, []).append((matrix, its_update))
+        for pairs in by_shape.values():
+            self.apply(pairs, group)
+        for p, weight in zip(params, wholes, strict=True):
+            if weight is not p:
+                p.copy_(shard(weight, p))
 
     def update_momentum(self, p: Tensor, momentum: float) -> Tensor:
         """Add a gradient to its moving average. Return the update, Nesterov's: the average as it

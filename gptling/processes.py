@@ -157,16 +157,21 @@ def recompute_activations(model: torch.nn.Module):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether FSDP has sharded a tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that FSDP has sharded. Any other is returned itself."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the tensor on the device of `like`. If `like` has the same shape and is sharded, it is
     sharded in the same way."""
     tensor = tensor.to(like.device)
-    if not hasattr(like, "device_mesh") or tensor.shape != like.shape:
+    if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor  # slow to import
 
