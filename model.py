@@ -156,10 +156,11 @@ class MultiHeadAttention(nn.Module):
         """Return whether causal_mask is a triangle, or all True, as the kernel's own masks are. An
         edit of the buffer changes its _version, so that it is compared again."""
         mask = self.causal_mask
-        if getattr(mask, "checked_version", None) != mask._version:  # a new or edited buffer
+        version = None if mask.is_inference() else mask._version
+        if getattr(mask, "checked_version", -1) != version:  # a new or edited buffer
             plain = torch.ones_like(mask)
             mask.is_plain = torch.equal(mask, plain.tril() if self.causal else plain)
-            mask.checked_version = mask._version
+            mask.checked_version = version
         return mask.is_plain
 
     # torch.compile calls has_plain_mask once and keeps the answer, because of this mark.

@@ -248,9 +248,7 @@ def main():
         report_now = evaluate_now or report.due(done)
         stopped = processes.all_reduce_max(processes.signal)
         if device == "cpu" or report_now or stopped:
-            # float16 skips a step of which the gradient is not finite. .item() waits for a GPU.
-            both = losses["loss"] + (0 if scaler.is_enabled() else norm)
-            evaluation.check_finite(both.item(), done, config)
+            evaluation.check_finite(losses["loss"], norm, scaler, done, config)  # waits for a GPU
         # One decision for all: the scaler's own looks at each optimizer's gradients alone.
         overflow = scaler.is_enabled() and not math.isfinite(norm)
         for optimizer in optimizers:
@@ -264,6 +262,7 @@ def main():
         if report_now:
             report.training(losses, norm, optimizers, clock.seconds_left(done, max_iters))
         if evaluate_now:
+            processes.check_weights(model)
             validation = data, config.batch_size, processes, autocast
             metrics = {"step": done} | report.attempt(evaluation.evaluate, model, *validation)
             if done == max_iters and config.eval_tokens == -1 and "val_loss" in metrics:

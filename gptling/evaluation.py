@@ -27,11 +27,15 @@ def loss_terms(output: tuple) -> dict[str, torch.Tensor]:
     return {"loss": loss} | dict(*added)
 
 
-def check_finite(loss_and_norm: float, step: int, config):
-    """Raise UserError if the sum of a loss and its gradient's norm is NaN or infinite."""
-    if not math.isfinite(loss_and_norm):
+def check_finite(loss: torch.Tensor, norm: torch.Tensor, scaler, step: int, config):
+    """Raise UserError for a loss or a gradient that is NaN or infinite. float16 skips a step for
+    its gradient, and halves the scale, which is an error after fifty such steps."""
+    value = loss.item() if scaler.is_enabled() else (loss + norm).item()
+    if not math.isfinite(value):
         remedy = f"lower --learning_rate={config.learning_rate}, or use --dtype=float32"
-        raise UserError(f"the loss or its gradient is {loss_and_norm} at step {step}: {remedy}")
+        raise UserError(f"the loss or its gradient is {value} at step {step}: {remedy}")
+    if scaler.is_enabled() and scaler.get_scale() <= 2**-34:  # 65536 at first
+        raise UserError(f"no gradient was finite in 50 steps before {step}: use --dtype=float32")
 
 
 @contextmanager

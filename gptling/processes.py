@@ -121,6 +121,17 @@ class Processes:
         always does."""
         self.wrapped.require_backward_grad_sync = is_on
 
+    def check_weights(self, model: torch.nn.Module):
+        """Raise UserError if the processes have different weights, as with random numbers in a step
+        that each process draws for itself."""
+        if self.world_size == 1 or self.sharded:
+            return
+        total = sum(parameter.detach().double().sum() for parameter in model.parameters())
+        bounds = torch.stack([total, -total])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        if bounds.sum():
+            raise UserError("the processes have different weights: do the same in all of them")
+
     def full_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model with whole parameters, for the first process. All call it."""
         if not self.sharded:

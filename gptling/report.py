@@ -58,6 +58,8 @@ class Report:
         self.curves = config.curves
         self.wandb = config.wandb
         self.wandb_run = None
+        if config.wandb:
+            import wandb  # noqa: F401, so that a missing package ends the run before it begins
         form = "step {n}/{total} | {desc} |{bar}|"
         self.bar = progress_bar(progress.max_iters, initial=self.step, bar_format=form)
 

@@ -46,20 +46,17 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     """Return (configuration, start) once each setting has its value, which no one changes from then
     on. set_up: train.py's, to measure steps for a plan; quickstart: writes data/quickstart. Raises
     UserError."""
+    sources = read_sources(config_class, model_class)
     description = sys.modules[config_class.__module__].__doc__
     config, given = cli.load_config(config_class, description, presets=True)
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
     length = next((name for name in given if name in ("minutes", "max_iters")), "")  # the last flag
     if length == "minutes" and not config.minutes:
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
-    sources = read_sources(config_class, model_class)
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
     if not config.eval_only:
-        find_start(config, start)
-    if start.saved:
-        config = resumed_config(config, start.saved["config"], given)
-        check_unfinished(config, start, is_longer=config.resume and length == "minutes")
-    elif config.init_from != "scratch":
+        config = resume_or_begin(config, given, length, start)
+    if config.init_from != "scratch" and not start.saved:
         start.checkpoint = find_checkpoint(config.init_from)
     processes.use_device(config.device)
     devices.choose_algorithms(config.deterministic)
@@ -68,9 +65,9 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     if start.checkpoint:
         stored = stored_sizes(model_class, start.checkpoint)
         adopt_sizes(config, given, stored, start.checkpoint)
-    if config.dataset == "quickstart" and not Path("data/quickstart").exists():
-        if processes.is_main:
-            quickstart()
+    missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
+    if missing and processes.is_main:
+        quickstart()
     processes.barrier()
     if start.saved:
         change_length(config, length, start.saved["progress"])
@@ -84,27 +81,42 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     return config, start
 
 
-def find_start(config, start: Start):
-    """Lock the directory of the run, and find the checkpoint that it continues from, if any. Raises
-    UserError if another training has the lock, or for a run that no flag allows to continue."""
+def resume_or_begin(config, given: dict, length: str, start: Start):
+    """Lock the directory of the run. Return the configuration: a resumed run's, or the given one.
+    Raises UserError for a run that no flag allows to continue, or that has ended, unless
+    --auto_resume finds the latter: that exits, as in a chain of jobs."""
     run = start.run
     run.acquire()
     checkpoints = list_checkpoints(run.path)
     if config.resume and not checkpoints:
         ways = "begin without --resume, or give another --out_dir"
         raise UserError(f"{run.path} has no checkpoint to resume: {ways}")
-    if config.overwrite or not checkpoints:
-        return
-    if not (config.resume or config.auto_resume):
-        ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
-        raise UserError(f"{run.path} holds a run: {ways}")
-    start.checkpoint = check_files(checkpoints[-1])
-    start.saved = load_training_state(start.checkpoint)
-    settings = read_settings(run.path)
-    edited = [name for name, value in settings.items() if start.saved["config"].get(name) != value]
+    if checkpoints and not config.overwrite:
+        if not (config.resume or config.auto_resume):
+            ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
+            raise UserError(f"{run.path} holds a run: {ways}")
+        start.checkpoint = check_files(checkpoints[-1])
+        start.saved = load_training_state(start.checkpoint)
+    step = start.saved["progress"]["step"] if start.saved else 0
+    if run.processes.all_reduce_max(step) != step:
+        way = "--out_dir has to be one folder for all machines"
+        raise UserError(f"another process resumes from a later step than {step}: {way}")
+    if not start.saved:
+        return config
+    saved = start.saved["config"]
+    edited = [k for k, value in read_settings(run.path).items() if saved.get(k) != value]
     if edited:
         names = ", ".join(edited)
         print(f"{run.path}/config.toml has another {names}, which --resume reads as flags alone")
+    is_longer = config.resume and length == "minutes"
+    config = resumed_config(config, saved, given)
+    if step >= config.max_iters and not is_longer:
+        if config.auto_resume:
+            print(f"{run.path} has all its {config.max_iters} steps")
+            sys.exit()
+        ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets an end"
+        raise UserError(f"{run.path} has all its {config.max_iters} steps: {ways}")
+    return config
 
 
 def resumed_config(config, saved: dict, given: dict):
@@ -127,17 +139,6 @@ def resumed_config(config, saved: dict, given: dict):
             print(f"{name}: {before} -> {value}")
         settings[name] = value
     return type(config)(**settings)
-
-
-def check_unfinished(config, start: Start, is_longer: bool):
-    """Raise UserError for a run that has all its steps, unless it gets more time. --auto_resume, as
-    in a chain of jobs, ends without an error."""
-    if start.saved["progress"]["step"] >= config.max_iters and not is_longer:
-        if config.auto_resume:
-            print(f"{start.run.path} has all its {config.max_iters} steps")
-            sys.exit()
-        ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets an end"
-        raise UserError(f"{start.run.path} has all its {config.max_iters} steps: {ways}")
 
 
 def stored_sizes(model_class: type, checkpoint: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
 ):
     flags = [*COMMON, f"--optimizer={optimizer}", f"--dtype={dtype}"]
     output_of("train.py", *flags, "--out_dir=out/whole", cwd=here)
-    signals = iter([0] * 12 + [signal.SIGTERM])
+    signals = iter([0] * 13 + [signal.SIGTERM])
     monkeypatch.setattr("train.Processes.all_reduce_max", lambda *_: next(signals, 0))
     process = train(*flags, cwd=here)
     assert process.returncode == 128 + signal.SIGTERM

@@ -1,0 +1,168 @@
+"""What serves the training may fail without it, what must agree is compared, and what is not the
+run's stays as it is."""
+
+import gc
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from gptling.pretrained import find_checkpoint
+from gptling.run import list_checkpoints
+from model import GPT, GPTConfig
+from tests.conftest import ROOT, TINY, contents, one_line, read_log, run_here, run_script, small
+from tests.edits import copy_edited
+from tests.test_processes import finish, torchrun
+from train import configure_optimizers
+
+MINE = ["--dataset=mine", *TINY]
+RESUME = ["--out_dir=out/mine", "--resume"]
+FORWARD = "        x = self.hidden(idx, padding_mask, cache)  # (B, T, C)\n"
+GENERATE = '        require(idx.size(1) > 0, "idx has no tokens'
+LOSSES = '        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")\n'
+STEP = "        for optimizer in optimizers:\n            if not overflow:\n"
+RAISE = "raise RuntimeError('in eval mode')\n"
+
+
+@pytest.fixture
+def finished(trained, here, train_here):
+    """A directory with data/mine and out/mine, a run of 20 steps with checkpoints at 10 and 20."""
+    shutil.copytree(trained / "out", here / "out")
+    return here
+
+
+@pytest.fixture
+def copy_with(here):
+    """A function that copies the project with changes. Returns train.py of the copy."""
+
+    def copy(*changes):
+        copy_edited(here, ["model.py", "train.py", "prepare.py", "gptling"], changes)
+        return here / "train.py"
+
+    return copy
+
+
+def said(process, code=0):
+    assert process.returncode == code, process.stderr.decode()
+    return process.stdout.decode()
+
+
+# ---------------------------------------------------------------- save first
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        ((FORWARD, f"        if targets is not None and not self.training:\n            {RAISE}"
+          + FORWARD), "evaluate"),
+        ((GENERATE, f"        {RAISE}{GENERATE}"), "write_sample"),
+    ],
+)  # fmt: skip
+def test_an_evaluation_or_a_sample_that_fails_costs_a_line(change, name, here, copy_with):
+    output = said(run_script(copy_with(change), *MINE, cwd=here))
+    assert len(re.findall(rf"{name} failed at model.py:\d+: .*in eval mode", output)) == 2
+    assert [path.name for path in list_checkpoints(here / "out/mine")] == [
+        "checkpoint-10", "checkpoint-20"
+    ]  # fmt: skip
+
+
+def test_a_step_that_float16_skips_fifty_times_in_a_row_is_an_error(here, copy_with):
+    nan = LOSSES.replace("return ", "return (0 * logits.sum()).sqrt() + ")
+    script = copy_with((LOSSES, nan))
+    process = run_script(script, *MINE, "--dtype=float16", "--max_iters=80", cwd=here)
+    one_line(process, "no gradient was finite in 50 steps", "--dtype=float32")
+
+
+# ---------------------------------------------------------------- what must agree is compared
+
+
+def test_the_best_checkpoint_is_the_best_over_the_tokens_that_count_now(finished):
+    metrics = finished / "out/mine/checkpoint-20/metrics.json"
+    easy = json.loads(metrics.read_text()) | {"val_loss": 0.01, "val_tokens": 16}
+    metrics.write_text(json.dumps(easy))  # as if evaluated on a few easy tokens
+    process = run_here("train.py", *RESUME, "--max_iters=40", cwd=finished)
+    evaluated = [entry for entry in read_log(finished / "out/mine")[2:] if "val_loss" in entry]
+    best = min(evaluated, key=lambda entry: entry["val_loss"])
+    assert find_checkpoint(finished / "out/mine").name == f"checkpoint-{best['step']}"
+    assert "(best)" in said(process)
+
+
+def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
+    file = finished / "out/mine/config.toml"
+    file.write_text(file.read_text().replace("learning_rate = 0.01", "learning_rate = 0.5"))
+    output = said(run_here("train.py", *RESUME, "--max_iters=22", cwd=finished))
+    assert "config.toml has another learning_rate, which --resume reads as flags alone" in output
+
+
+def test_a_run_that_has_ended_ends_a_chain_of_jobs_without_an_error(finished):
+    process = run_here("train.py", *MINE, "--auto_resume", cwd=finished)
+    assert "out/mine has all its 20 steps" in said(process)
+    gc.collect()  # the lock
+    preset = ["out/mine/config.toml", *RESUME]  # it has minutes and max_iters
+    one_line(run_here("train.py", *preset, cwd=finished), "has all its 20 steps", "--minutes=5")
+
+
+def test_data_whose_shards_are_not_those_of_meta_json_are_refused(here, train_here):
+    meta = here / "data/mine/meta.json"
+    meta.write_text(re.sub(r'"tokens": (\d)', r'"tokens": 1\1', meta.read_text()))
+    one_line(run_here("train.py", *MINE, cwd=here), "data/mine has", "prepare the text again")
+
+
+@pytest.mark.parametrize("part", ["arange(len(targets)) < 8", "targets != 3"])
+def test_a_loss_that_leaves_out_some_targets_is_no_cross_entropy(part, here, copy_with):
+    """In any batch of an evaluation, not only at its beginning."""
+    cut = LOSSES.replace("\n", f" * ({'torch.' if 'arange' in part else ''}{part})\n")
+    output = said(run_script(copy_with((LOSSES, cut)), *MINE, cwd=here))
+    assert output.count("not the cross-entropy of the logits") == 2
+
+
+def test_processes_whose_weights_part_are_an_error(here, copy_with):
+    noise = "        for p in model.parameters():\n            p.grad += rank\n"
+    script = copy_with((STEP, noise + STEP))
+    output = finish(torchrun(script, *MINE, cwd=here), code=1)
+    assert "the processes have different weights" in output
+
+
+# ---------------------------------------------------------------- the user's files
+
+
+def test_a_directory_that_holds_other_runs_or_files_is_refused(finished, train_here):
+    before = contents(finished / "out")
+    for more in ([], ["--overwrite"]):
+        process = run_here("train.py", *MINE, "--out_dir=out", *more, cwd=finished)
+        one_line(process, "out holds other runs", "--out_dir=out/NAME")
+    theirs = finished / "results"
+    theirs.mkdir()
+    for name, text in (("log.jsonl", '{"loss": 1.5}\n'), ("config.toml", "title = 1\n")):
+        (theirs / name).write_text(text)
+        process = run_here("train.py", *MINE, "--out_dir=results", cwd=finished)
+        one_line(process, "is another program's", "--out_dir")
+    assert (theirs / "log.jsonl").read_text() == '{"loss": 1.5}\n'
+    assert contents(finished / "out") == before
+
+
+# ---------------------------------------------------------------- odd places
+
+
+def test_a_model_can_be_made_in_inference_mode():
+    with torch.inference_mode():
+        model = GPT(GPTConfig(8, 11, 1, 2, 4)).eval()
+        logits, _ = model(torch.zeros(1, 4, dtype=torch.long))
+    assert logits.shape == (1, 4, 11)
+
+
+def test_a_parameter_with_a_dimension_of_1_is_no_matrix_for_muon():
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    model.h[0].slopes = torch.nn.Parameter(torch.ones(2, 1, 1))
+    adamw, muon = configure_optimizers(model, small(optimizer="muon"))
+    slopes = [model.h[0].slopes is p for group in muon.param_groups for p in group["params"]]
+    assert not any(slopes)
+    assert any(model.h[0].slopes is p for group in adamw.param_groups for p in group["params"])
+
+
+def test_world_size_without_rank_is_one_line(here):
+    one_line(
+        run_script(ROOT / "train.py", *MINE, cwd=here, WORLD_SIZE="2"), "WORLD_SIZE=2", "torchrun"
+    )
