@@ -21,17 +21,17 @@ BLUES = "#00395A", "#0072B2", "#56B4E9"
 
 
 def attention():
-    """The weights in docs/attention.md: without a mask, with it, and of scores times 20."""
+    """The weights of step 1 in docs/attention.md: without a mask and with two masks."""
     words = "On warm sunny days birds sing".split()
     numbers = "43 15 89 55 87 66 57 85 64 22 58 33 77 25 10 5 80 55"
     x = torch.tensor([int(number) / 100 for number in numbers.split()]).view(6, 3)
     no_mask = torch.ones(6, 6, dtype=torch.bool)
-    panels = {"no mask": (1, no_mask), "causal mask": (1, no_mask.tril())}
-    panels["causal mask, scores x 20"] = (20, no_mask.tril())
+    is_word = torch.tensor([True] * 4 + [False] * 2)
+    panels = {"no mask": no_mask, "causal mask": no_mask.tril()}
+    panels["padding mask: birds, sing"] = no_mask & is_word
     figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
-    for axes, (title, (factor, mask)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        scores = factor * x @ x.T / 3**0.5
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    for axes, (title, mask) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        weights = (x @ x.T).masked_fill(~mask, -torch.inf).softmax(dim=-1)
         axes.imshow(weights, cmap="Blues", vmin=0, vmax=1.3)
         axes.set(title=title, xticks=range(6), xticklabels=words, yticks=range(6))
         axes.set(yticklabels=words, xlabel="key: attended to", ylabel="query: attending")
