@@ -47,7 +47,7 @@ def check_merge_once():
 
 
 def softmax(scores):
-    """2. Turn scores (T, T) of any size into positive weights (T, T). Each row adds up to 1.
+    """2. Turn scores (T, T), up to 1,000, into positive weights (T, T). Each row adds up to 1.
 
     >>> softmax(tensor([[0.0, 1.0]]))
     tensor([[0.2689, 0.7311]])
@@ -100,16 +100,17 @@ def check_attention():
     attend = F.scaled_dot_product_attention
     for nh, T, hs in ((2, 3, 4), (1, 5, 8), (4, 4, 2)):
         q, k, v = draw(3, nh, T, hs)
-        weights = attend(q, k, torch.eye(T).double().expand(nh, T, T))
+        causal = functools.partial(attend, q, k, v, is_causal=True)
+        weights = attend(q, k, torch.eye(T).double().expand(nh, T, T))  # of values that are 1 or 0
+        late = weights.tril() @ v
         yield {
             "inputs": (q, k, v),
-            "right": attend(q, k, v, is_causal=True),
+            "right": causal(),
             "at query 0: it sees key 1": attend(q, k, v),
-            "at query 0: its weights add up to less than 1. Mask before softmax": weights.tril()
-            @ v,
-            "divide the scores by the root of hs": attend(q, k, v, is_causal=True, scale=1),
-            "divide by the root of hs, not by hs": attend(q, k, v, is_causal=True, scale=1 / hs),
-            "hs is C / nh, not C": attend(q, k, v, is_causal=True, scale=(nh * hs) ** -0.5),
+            "at query 0: its weights add up to less than 1. Mask before the softmax": late,
+            "divide the scores by the root of hs": causal(scale=1),
+            "divide by the root of hs, not by hs": causal(scale=1 / hs),
+            "divide by the root of hs, not of C = nh hs": causal(scale=(nh * hs) ** -0.5),
         }
 
 
@@ -181,8 +182,8 @@ def check_mlp_one_token():
 
 
 def cross_entropy(logits, targets):
-    """8. The mean of -ln softmax(logits)[target], for N rows of logits (N, V) of any size and
-    targets (N,).
+    """8. The mean of -ln softmax(logits)[target] over N positions. logits (N, V) are up to 1,000,
+    targets (N,) are token ids.
 
     >>> cross_entropy(tensor([[0.0, 0.0]]), tensor([1]))
     tensor(0.6931)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from tests.conftest import ROOT, run_script
 
+pytestmark = pytest.mark.gpt2  # the checks ask model.py for right answers
 PAGE = ROOT / "docs" / "exercises.py"
 
 
@@ -203,7 +204,7 @@ MISTAKES = [
     (attention, lambda q, k, v: unmasked(q, k).tril() @ v, " at query 0: its weights add up to"),
     (attention, scaled(lambda nh, hs: 1), ": divide the scores by the root of hs"),
     (attention, scaled(lambda nh, hs: 1 / hs), ": divide by the root of hs, not by hs"),
-    (attention, scaled(lambda nh, hs: (nh * hs) ** -0.5), ": hs is C / nh, not C"),
+    (attention, scaled(lambda nh, hs: (nh * hs) ** -0.5), ": divide by the root of hs, not of C"),
     (attention, lambda q, k, v: q @ k, ": RuntimeError: "),
     (split_heads, lambda x, n: x.view(len(x), n, x.size(1), -1), ": a bare view"),
     (split_heads, lambda x, n: x.unflatten(-1, (n, -1)), ": shape (1, 3, 2, 2) instead of (1, 2,"),
