@@ -101,12 +101,15 @@ def check_attention():
     for nh, T, hs in ((2, 3, 4), (1, 5, 8), (4, 4, 2)):
         q, k, v = draw(3, nh, T, hs)
         causal = functools.partial(attend, q, k, v, is_causal=True)
-        weights = attend(q, k, torch.eye(T).double().expand(nh, T, T))  # of values that are 1 or 0
+        # The identity matrix as values gives the weights, here without a mask.
+        weights = attend(q, k, torch.eye(T).double().expand(nh, T, T))
         late = weights.tril() @ v
+        zeros = [attend(q[:, [t]], (torch.arange(T) <= t)[:, None] * k, v) for t in range(T)]
         yield {
             "inputs": (q, k, v),
             "right": causal(),
             "at query 0: it sees key 1": attend(q, k, v),
+            "at query 0: it sees key 1. Its score must be -inf, not 0": torch.cat(zeros, dim=1),
             "at query 0: its weights add up to less than 1. Mask before the softmax": late,
             "divide the scores by the root of hs": causal(scale=1),
             "divide by the root of hs, not by hs": causal(scale=1 / hs),

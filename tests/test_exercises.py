@@ -147,18 +147,13 @@ def merge_text(tokens, pair):
     return ["".join(pair) if c == "|" else c for c in text]
 
 
-def weights(q, k, scale, mask=True):
-    scores = scale * q @ k.mT
-    hidden = torch.ones_like(scores).triu(1).bool()
-    return scores.masked_fill(hidden & mask, -math.inf).softmax(dim=-1)
+def scores(q, k):
+    return q @ k.mT / math.sqrt(q.size(-1))
 
 
 def scaled(scale):
-    return lambda q, k, v: weights(q, k, scale(len(q), q.size(-1))) @ v
-
-
-def unmasked(q, k):
-    return weights(q, k, q.size(-1) ** -0.5, mask=False)
+    """Attention that multiplies by another scale."""
+    return lambda q, k, v: attention(q * scale(*q.shape) * math.sqrt(q.size(-1)), k, v)
 
 
 def centred(x):
@@ -167,11 +162,6 @@ def centred(x):
 
 def nats(logits, targets):
     return -logits.softmax(dim=-1)[range(len(targets)), targets].log()
-
-
-def descend(w, loss, rate):
-    loss(w).backward()
-    return w + rate * w.grad
 
 
 def kept(logits, k):
@@ -188,57 +178,84 @@ def masked_query(*inputs):
     return F.scaled_dot_product_attention(inputs[0], *caches, is_causal=True), *caches
 
 
-MISTAKES = [
-    (merge_once, merge_first, ": only the first pair"),
-    (merge_once, merge_twice, ": the second a is in two tokens"),
-    (merge_once, merge_text, ": t and h are not the token th"),
-    (softmax, lambda s: s.exp() / s.exp().sum(dim=-1, keepdim=True), ": e^1000 is infinite"),
-    (softmax, lambda s: s.exp() / s.exp().sum(dim=-1), ": sum with keepdim=True"),
-    (softmax, lambda s: s.exp() / s.exp().sum(dim=0), ": the columns add up to 1"),
-    (softmax, lambda s: s.exp() / s.exp().sum(), " at [0, 0]: 0."),
-    (causal_mask, lambda T: torch.ones(T, T).tril(), ": torch.float32 instead of torch.bool"),
-    (causal_mask, lambda T: torch.ones(T, T).triu(1).bool(), " at query 0: True means"),
-    (causal_mask, lambda T: torch.ones(T, T).triu().bool(), " at query 0: it sees key 1. A row"),
-    (causal_mask, lambda T: torch.ones(T, T).tril(-1).bool(), " at query 0: it does not see it"),
-    (attention, lambda q, k, v: unmasked(q, k) @ v, " at query 0: it sees key 1"),
-    (attention, lambda q, k, v: unmasked(q, k).tril() @ v, " at query 0: its weights add up to"),
-    (attention, scaled(lambda nh, hs: 1), ": divide the scores by the root of hs"),
-    (attention, scaled(lambda nh, hs: 1 / hs), ": divide by the root of hs, not by hs"),
-    (attention, scaled(lambda nh, hs: (nh * hs) ** -0.5), ": divide by the root of hs, not of C"),
-    (attention, lambda q, k, v: q @ k, ": RuntimeError: "),
-    (split_heads, lambda x, n: x.view(len(x), n, x.size(1), -1), ": a bare view"),
-    (split_heads, lambda x, n: x.unflatten(-1, (n, -1)), ": shape (1, 3, 2, 2) instead of (1, 2,"),
-    (layer_norm, lambda x: centred(x) / (x.var(-1, keepdim=True) + 1e-5).sqrt(), ": divide by C, "),
-    (layer_norm, lambda x: F.layer_norm(x, x.shape), ": each token has its own mean"),
-    (layer_norm, lambda x: F.layer_norm(x, x.shape[-1:], eps=0), ": 0 / 0"),
-    (mlp_one_token, lambda x, w_fc, w_proj: w_proj @ w_fc @ x, ": GELU is missing"),
-    (mlp_one_token, lambda x, w_fc, w_proj: w_proj @ (w_fc @ x).relu(), ": that is ReLU"),
-    (mlp_one_token, lambda x, w_fc, w_proj: w_proj @ F.gelu(w_fc @ x), ": GPT-2 has GELU's tanh"),
-    (cross_entropy, lambda *inputs: nats(*inputs).sum(), ": that is the sum, not the mean"),
-    (cross_entropy, lambda *inputs: nats(*inputs).mean() / math.log(2), ": that is in bits"),
-    (cross_entropy, lambda *inputs: nats(*inputs).mean(), ": that is ln 0"),
-    (cross_entropy, lambda *inputs: -nats(*inputs).mean(), ": -"),
-    (bits_per_byte, lambda loss, n, n_bytes: loss * n / n_bytes, ": that is nats per byte"),
-    (bits_per_byte, lambda loss, n, n_bytes: loss / math.log(2), ": that is bits per token"),
-    (bits_per_byte, lambda loss, n, n_bytes: loss / math.log(2) * n_bytes / n, ": a token is more"),
-    (descent_step, descend, ": the loss grows"),
-    (descent_step, lambda w, loss, rate: descent_step(w, loss, 1), ": multiply the gradient"),
-    (top_k, lambda x, k: F.one_hot(x.argmax(), len(x)), ": that is the likeliest alone"),
-    (top_k, lambda x, k: kept(x, k) * x.softmax(0), ": the k probabilities do not add up to 1"),
-    (top_k, lambda x, k: (kept(x, k) * x).softmax(0), ": e^0 is 1"),
-    (attend_with_cache, past_alone, ": the new token does not attend to itself"),
-    (attend_with_cache, masked_query, ": it sees token 0 alone"),
-    (attend_with_cache, lambda *inputs: attend_with_cache(*inputs)[0], ": one value instead of 3"),
-    (
-        attend_with_cache,
-        lambda *inputs: (attend_with_cache(*inputs)[0], *inputs[3:]),
-        ": shape (1,",
-    ),
-]
+MISTAKES = {
+    merge_once: {
+        "only the first pair": merge_first,
+        "the second a is in two tokens": merge_twice,
+        "t and h are not the token th": merge_text,
+    },
+    softmax: {
+        "e^1000 is infinite": lambda s: s.exp() / s.exp().sum(dim=-1, keepdim=True),
+        "sum with keepdim=True": lambda s: s.exp() / s.exp().sum(dim=-1),
+        "the columns add up to 1": lambda s: s.exp() / s.exp().sum(dim=0),
+        "at [0, 0]: 0.": lambda s: s.exp() / s.exp().sum(),
+    },
+    causal_mask: {
+        "torch.float32 instead of torch.bool": lambda T: torch.ones(T, T).tril(),
+        "at query 0: True means": lambda T: torch.ones(T, T).triu(1).bool(),
+        "at query 0: it sees key 1. A row": lambda T: torch.ones(T, T).triu().bool(),
+        "at query 0: it does not see itself": lambda T: torch.ones(T, T).tril(-1).bool(),
+    },
+    attention: {
+        "at query 0: it sees key 1": lambda q, k, v: scores(q, k).softmax(-1) @ v,
+        "at query 0: it sees key 1. Its": lambda q, k, v: scores(q, k).tril().softmax(-1) @ v,
+        "at query 0: its weights add up": lambda q, k, v: scores(q, k).softmax(-1).tril() @ v,
+        "divide the scores by the root of hs": scaled(lambda nh, T, hs: 1),
+        "divide by the root of hs, not by hs": scaled(lambda nh, T, hs: 1 / hs),
+        "divide by the root of hs, not of C": scaled(lambda nh, T, hs: (nh * hs) ** -0.5),
+        "RuntimeError: ": lambda q, k, v: q @ k,
+    },
+    split_heads: {
+        "a bare view": lambda x, n_head: x.view(len(x), n_head, x.size(1), -1),
+        "shape (1, 3, 2, 2) instead of (1, 2,": lambda x, n_head: x.unflatten(-1, (n_head, -1)),
+    },
+    layer_norm: {
+        "divide by C, not": lambda x: centred(x) / (x.var(dim=-1, keepdim=True) + 1e-5).sqrt(),
+        "each token has its own mean": lambda x: F.layer_norm(x, x.shape),
+        "0 / 0": lambda x: F.layer_norm(x, x.shape[-1:], eps=0),
+    },
+    mlp_one_token: {
+        "GELU is missing": lambda x, w_fc, w_proj: w_proj @ w_fc @ x,
+        "that is ReLU": lambda x, w_fc, w_proj: w_proj @ (w_fc @ x).relu(),
+        "GPT-2 has GELU's tanh form": lambda x, w_fc, w_proj: w_proj @ F.gelu(w_fc @ x),
+    },
+    cross_entropy: {
+        "that is the sum": lambda *inputs: nats(*inputs).sum(),
+        "that is in bits": lambda *inputs: nats(*inputs).mean() / math.log(2),
+        "that is ln 0": lambda *inputs: nats(*inputs).mean(),
+        "-": lambda *inputs: -nats(*inputs).mean(),
+    },
+    bits_per_byte: {
+        "that is nats per byte": lambda loss, n_tokens, n_bytes: loss * n_tokens / n_bytes,
+        "that is bits per token": lambda loss, n_tokens, n_bytes: loss / math.log(2),
+        "a token is more": lambda loss, n_tokens, n_bytes: bits_per_byte(loss, n_bytes, n_tokens),
+    },
+    descent_step: {
+        "the loss grows": lambda w, loss, rate: descent_step(w, loss, -rate),
+        "multiply the gradient": lambda w, loss, rate: descent_step(w, loss, 1),
+    },
+    top_k: {
+        "that is the likeliest alone": lambda x, k: F.one_hot(x.argmax(), len(x)),
+        "the k probabilities do not add up to 1": lambda x, k: kept(x, k) * x.softmax(dim=0),
+        "e^0 is 1": lambda x, k: (kept(x, k) * x).softmax(dim=0),
+    },
+    attend_with_cache: {
+        "the new token does not attend to itself": past_alone,
+        "it sees token 0 alone": masked_query,
+        "one value instead of 3": lambda *inputs: attend_with_cache(*inputs)[0],
+        "shape (1,": lambda *inputs: (attend_with_cache(*inputs)[0], *inputs[3:]),
+    },
+}
 
 
-@pytest.mark.parametrize("exercise, mistake, expected", MISTAKES)
-def test_a_common_mistake_is_named(exercise, mistake, expected):
+@pytest.mark.parametrize("answer", MISTAKES, ids=lambda answer: answer.__name__)
+def test_common_mistakes_are_named(answer):
+    """Each hint of the file for one of them."""
     module = exercises()
-    verdict = module.verdict(mistake, getattr(module, f"check_{exercise.__name__}"))
-    assert verdict.startswith(f"wrong{expected}")
+    check = getattr(module, f"check_{answer.__name__}")
+    hints = set().union(*check()) - {"inputs", "right"}
+    for expected, mistake in MISTAKES[answer].items():
+        hint = re.sub("^wrong:? ", "", module.verdict(mistake, check))
+        assert hint.startswith(expected)
+        hints.discard(hint)
+    assert not hints
