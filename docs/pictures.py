@@ -1,6 +1,7 @@
 """Make the pictures of the README and the docs again, in docs/:
 
     python docs/pictures.py attention
+    python docs/pictures.py learning
     python docs/pictures.py minutes out/minutes_1=59 out/minutes_10=590  # with their seconds
     python docs/pictures.py explain page.html TOKEN LAYER HEAD  # a page of sample.py --explain
 
@@ -8,6 +9,7 @@ You need pip install -e '.[curves,browser]', and Chromium with its driver for `e
 """
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -38,6 +40,32 @@ def attention():
         for i, j in mask.nonzero().tolist():
             axes.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center")
     figure.savefig(DOCS / "attention.png")
+
+
+def learning():
+    """The training of docs/learning.md, by its first two blocks: its losses and those of counts."""
+    text = (DOCS / "learning.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    sys.path.insert(0, str(DOCS.parent))
+    names = {}
+    for block in blocks[:2]:
+        exec(block, names)
+    figure = Figure(figsize=(8, 3.6), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, 401), names["losses"], color=BLUES[2], linewidth=0.7, label="each batch")
+    steps, train, validation = zip(*names["curve"], strict=True)
+    axes.plot(steps, train, color=BLUES[0], marker="o", label="training text")
+    axes.plot(steps, validation, color=ORANGE, marker="s", label="validation text")
+    counts = ["each character", "the character before", "the two characters before"]
+    for n, what in enumerate(counts, 1):
+        loss = names["count_loss"](n)
+        axes.axhline(loss, color="gray", linestyle="dotted")
+        x, side = (3, "left") if n == 3 else (398, "right")  # where no curve is
+        axes.text(x, loss - 0.05, f"counts: {what}", ha=side, va="top", color="dimgray")
+    axes.set(xlabel="step", ylabel="loss in nats per token", xlim=(0, 405), ylim=(0, None))
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(DOCS / "learning.png")
 
 
 def minutes(*runs: str):
@@ -98,4 +126,5 @@ def explain(page: str, token: str, layer: str, head: str):
 
 
 if __name__ == "__main__":
-    {"attention": attention, "minutes": minutes, "explain": explain}[sys.argv[1]](*sys.argv[2:])
+    pictures = {"attention": attention, "learning": learning, "minutes": minutes}
+    (pictures | {"explain": explain})[sys.argv[1]](*sys.argv[2:])

@@ -12,7 +12,7 @@ import torch
 import model
 from tests.conftest import ROOT
 
-PAGES = ["attention.md"]
+PAGES = ["attention.md", "learning.md"]
 SLOW = {"gpt.md", "learning.md"}  # pages that train models
 
 
