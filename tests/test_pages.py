@@ -12,7 +12,7 @@ import torch
 import model
 from tests.conftest import ROOT
 
-PAGES = ["attention.md", "learning.md"]
+PAGES = ["attention.md", "gpt.md", "learning.md"]
 SLOW = {"gpt.md", "learning.md"}  # pages that train models
 
 
@@ -25,9 +25,11 @@ def fresh_torch(tmp_path, monkeypatch):
     """An empty working directory and PyTorch's defaults. Both are restored after the test."""
     monkeypatch.chdir(tmp_path)
     dtype = torch.get_default_dtype()
+    threads = torch.get_num_threads()
     with torch.enable_grad(), torch.random.fork_rng():
         yield
     torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
     torch.set_printoptions(profile="default")
 
 
