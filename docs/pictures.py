@@ -1,6 +1,7 @@
 """Make the pictures of the README and the docs again, in docs/:
 
     python docs/pictures.py attention
+    python docs/pictures.py learning
     python docs/pictures.py minutes out/minutes_1=59 out/minutes_10=590  # with their seconds
     python docs/pictures.py explain page.html TOKEN LAYER HEAD  # a page of sample.py --explain
 
@@ -8,6 +9,7 @@ You need pip install -e '.[curves,browser]', and Chromium with its driver for `e
 """
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -21,23 +23,49 @@ BLUES = "#00395A", "#0072B2", "#56B4E9"
 
 
 def attention():
-    """The weights in docs/attention.md: without a mask, with it, and of scores times 20."""
+    """The weights of step 1 in docs/attention.md: without a mask and with two masks."""
     words = "On warm sunny days birds sing".split()
     numbers = "43 15 89 55 87 66 57 85 64 22 58 33 77 25 10 5 80 55"
     x = torch.tensor([int(number) / 100 for number in numbers.split()]).view(6, 3)
     no_mask = torch.ones(6, 6, dtype=torch.bool)
-    panels = {"no mask": (1, no_mask), "causal mask": (1, no_mask.tril())}
-    panels["causal mask, scores x 20"] = (20, no_mask.tril())
+    is_word = torch.tensor([True] * 4 + [False] * 2)
+    panels = {"no mask": no_mask, "causal mask": no_mask.tril()}
+    panels["padding mask: birds, sing"] = no_mask & is_word
     figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
-    for axes, (title, (factor, mask)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        scores = factor * x @ x.T / 3**0.5
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    for axes, (title, mask) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        weights = (x @ x.T).masked_fill(~mask, -torch.inf).softmax(dim=-1)
         axes.imshow(weights, cmap="Blues", vmin=0, vmax=1.3)
         axes.set(title=title, xticks=range(6), xticklabels=words, yticks=range(6))
         axes.set(yticklabels=words, xlabel="key: attended to", ylabel="query: attending")
         for i, j in mask.nonzero().tolist():
             axes.text(j, i, f"{weights[i, j]:.2f}", ha="center", va="center")
     figure.savefig(DOCS / "attention.png")
+
+
+def learning():
+    """The training of docs/learning.md, by its first two blocks: its losses and those of counts."""
+    text = (DOCS / "learning.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    sys.path.insert(0, str(DOCS.parent))
+    names = {}
+    for block in blocks[:2]:
+        exec(block, names)
+    figure = Figure(figsize=(8, 3.6), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, 401), names["losses"], color=BLUES[2], linewidth=0.7, label="each batch")
+    steps, train, validation = zip(*names["curve"], strict=True)
+    axes.plot(steps, train, color=BLUES[0], marker="o", label="training text")
+    axes.plot(steps, validation, color=ORANGE, marker="s", label="validation text")
+    counts = ["each character", "the character before", "the two characters before"]
+    for n, what in enumerate(counts, 1):
+        loss = names["count_loss"](n)
+        axes.axhline(loss, color="gray", linestyle="dotted")
+        x, side = (3, "left") if n == 3 else (398, "right")  # where no curve is
+        axes.text(x, loss - 0.05, f"counts: {what}", ha=side, va="top", color="dimgray")
+    axes.set(xlabel="step", ylabel="loss in nats per token", xlim=(0, 405), ylim=(0, None))
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(DOCS / "learning.png")
 
 
 def minutes(*runs: str):
@@ -98,4 +126,5 @@ def explain(page: str, token: str, layer: str, head: str):
 
 
 if __name__ == "__main__":
-    {"attention": attention, "minutes": minutes, "explain": explain}[sys.argv[1]](*sys.argv[2:])
+    pictures = {"attention": attention, "learning": learning, "minutes": minutes}
+    (pictures | {"explain": explain})[sys.argv[1]](*sys.argv[2:])

@@ -1,4 +1,8 @@
-"""The page of sample.py --explain: how likely each token was, and what it attended to."""
+"""The page of sample.py --explain: how likely each token was, and what it attended to.
+
+Reference: nostalgebraist 2020, "interpreting GPT: the logit lens",
+https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru
+"""
 
 import base64
 import json
@@ -6,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from gptling.files import UserError, replace
@@ -53,29 +58,56 @@ def logits_and_attention(model: torch.nn.Module, idx: torch.Tensor):
     return logits[0], torch.stack(attention.weights)
 
 
+def logits_of_layers(model: torch.nn.Module, idx: torch.Tensor, logits: torch.Tensor) -> list:
+    """Return the logits (T, V) that x would have if ln_f came next (the logit lens): after the
+    embeddings, and after each block. The last must be the model's own, `logits`. The list is empty
+    if an edited model.py computes other logits, or lacks h or ln_f."""
+    if not hasattr(model, "h") or not hasattr(model, "ln_f"):
+        return []
+    layers = [*model.h, model.ln_f]
+    inputs = []
+
+    def keep(layer, arguments):
+        if layer in layers:
+            inputs.append(arguments[0].clone())  # because a block may add to x in place
+
+    with register_module_forward_pre_hook(keep):
+        model(idx)
+    lens = [model.logits(model.ln_f(x))[0] for x in inputs]
+    complete = [x.shape for x in lens] == len(layers) * [logits.shape]
+    return lens if complete and torch.allclose(lens[-1], logits, atol=1e-4) else []
+
+
+def predictions(logits: torch.Tensor, tokens: list[int], n: int, label) -> list:
+    """Return what logits (T, V) say of each token but the first: its probability, its rank, and the
+    n likeliest in its place, [label, probability, whether it is the token]."""
+    places = []
+    for row, token in zip(logits[:-1].softmax(dim=-1), tokens[1:], strict=True):
+        likeliest = row.topk(n).indices.tolist()
+        entries = [[label(i), row[i].item(), i == token] for i in likeliest]
+        rank = 1 + int((row > row[token]).sum())
+        places.append([row[token].item(), rank, entries])
+    return places
+
+
 @torch.no_grad()
 def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) -> dict:
     """Return the data of the page: the first tokens of a text, whose first n_prompt are the prompt.
-    alternatives: for each token the ten likeliest, [label, probability, whether it is the token].
+    places: the predictions for each token. lens: each layer's, with the likeliest token alone.
     attention: base64 of 65535 times the lower triangles of the weights in uint16."""
-
-    def label(token: int) -> str:
-        return visible(tokenizer.decode_single_token_bytes(token))
 
     shown = ids[: min(256, model.config.block_size)]
     T = len(shown)
     idx = torch.tensor([shown])
     logits, weights = logits_and_attention(model, idx)
-    logits = logits.masked_fill(~model.valid_tokens, float("-inf"))
-    probs = logits[:-1].softmax(dim=-1)  # (T - 1, V)
-    token_probs = probs.gather(1, idx[0, 1:, None])  # (T - 1, 1)
-    ranks = 1 + (probs > token_probs).sum(dim=1)
-    n = min(10, int(model.valid_tokens.sum()))
-    alternatives = []
-    for row, token in zip(probs, shown[1:], strict=True):
-        likeliest = row.topk(n).indices.tolist()
-        entries = [[label(i), row[i].item(), i == token] for i in likeliest]
-        alternatives.append(entries)
+    hidden = ~model.valid_tokens
+
+    def label(token: int) -> str:
+        return visible(tokenizer.decode_single_token_bytes(token))
+
+    def predict(logits, n):
+        return predictions(logits.masked_fill(hidden, float("-inf")), shown, n, label)
+
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
     codes = (65535 * triangles).round()
     attention = codes.numpy().astype("<u2").tobytes()
@@ -86,9 +118,8 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
         "n_prompt": min(n_prompt, T),
         "omitted": len(ids) - T,
         "tokens": [label(token) for token in shown],
-        "probabilities": token_probs[:, 0].tolist(),
-        "ranks": ranks.tolist(),
-        "alternatives": alternatives,
+        "places": predict(logits, min(10, int(model.valid_tokens.sum()))),
+        "lens": [predict(x, 1) for x in logits_of_layers(model, idx, logits)],
         "attention": base64.b64encode(attention).decode(),
     }
 

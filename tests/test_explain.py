@@ -95,9 +95,9 @@ def test_page_holds_the_attention_and_the_probabilities_of_the_model(explained):
 
     probs = model(torch.tensor([ids]))[0][0].softmax(dim=-1)
     for t in range(1, len(ids)):
-        row, shown, rank = probs[t - 1], data["alternatives"][t - 1], data["ranks"][t - 1]
+        row, (probability, rank, shown) = probs[t - 1], data["places"][t - 1]
         likeliest = row.sort(descending=True)
-        assert data["probabilities"][t - 1] == pytest.approx(row[ids[t]].item(), abs=1e-6)
+        assert probability == pytest.approx(row[ids[t]].item(), abs=1e-6)
         assert [p for _, p, _ in shown] == pytest.approx(likeliest.values[:10].tolist(), abs=1e-6)
         assert likeliest.indices[rank - 1] == ids[t]
         assert [same for *_, same in shown] == [i == rank - 1 for i in range(10)]
@@ -129,6 +129,59 @@ def test_layers_that_attend_twice_show_each_call():
     assert (weights[0] - weights[1]).abs().max() > 0.01
 
 
+# ---------------------------------------------------------------------------- the logit lens
+
+
+@torch.no_grad()
+def lens_of(model, ids):
+    """What each layer would predict, block by block: probabilities (n_layer + 1, T - 1, V)."""
+    states = [model.wte(torch.tensor([ids])) + model.wpe(torch.arange(len(ids)))]
+    for block in model.h:
+        x = block(states[-1].clone())
+        states.append(x[0] if isinstance(x, tuple) else x)
+    return model.lm_head(model.ln_f(torch.cat(states)))[:, :-1].softmax(dim=-1)
+
+
+IN_PLACE = "        x = x + self.attn(", "        x += self.attn("
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("changes", [(), (IN_PLACE,), ("moe",), ("shared",)])
+def test_a_page_holds_what_each_layer_would_predict(changes):
+    """Also of blocks that change their x, that return two values, and that are all the same one.
+    The last layer predicts what the model does."""
+    model, ids = random_model(n_layer=3, model_class=edited_module(*changes).GPT), [*range(65, 77)]
+    data = explain(model, BYTES, ids, 1)
+    for layer, probs in zip(data["lens"], lens_of(model, ids), strict=True):
+        for place, row, token in zip(layer, probs, ids[1:], strict=True):
+            p, rank, [[label, probability, same]] = place
+            best = int(row.argmax())
+            assert label == visible(bytes([best])) and same == (best == token) == (rank == 1)
+            assert [probability, p] == pytest.approx(
+                [row[best].item(), row[token].item()], abs=1e-5
+            )
+    assert data["lens"][-1] == [[p, rank, best[:1]] for p, rank, best in data["places"]]
+
+
+NORM = "self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)"
+NO_NORM = (NORM, "pass"), ("self.ln_f(x)", "F.layer_norm(x, x.shape[-1:])")
+NO_LIST = (
+    ("self.h = nn", "self.blocks = nn"),
+    ("self.h.", "self.blocks."),
+    ("(self.h)", "(self.blocks)"),
+)
+SHARPER = ("self.logits(x[:, -1:] if last_only else x)", "2 * self.logits(x)")
+AGAIN = ("enumerate(self.h)", "enumerate([*self.h, *self.h])")
+
+
+@pytest.mark.gpt2
+@pytest.mark.parametrize("changes", [NO_NORM, NO_LIST, (SHARPER,), (AGAIN,)])
+def test_layers_that_cannot_be_read_are_not_shown(changes):
+    """Without ln_f, without h, with logits made otherwise, and with more calls than blocks."""
+    data = explain(random_model(model_class=edited_module(*changes).GPT), BYTES, [65] * 9, 1)
+    assert data["lens"] == [] and len(data["places"]) == 8
+
+
 # ---------------------------------------------------------------------------- the tokens
 
 
@@ -154,7 +207,7 @@ def test_a_page_shows_float32_and_only_the_ids_of_the_tokenizer(tmp_path):
     torch.testing.assert_close(read_weights(data)[..., :2, :2], attention_of(model, ids), **CLOSE)
     with torch.no_grad():
         probs = model(torch.tensor([ids]))[0][0, 0, :256].softmax(dim=-1)
-    assert data["probabilities"][0] == pytest.approx(probs[ids[1]].item(), abs=1e-6)
+    assert data["places"][0][0] == pytest.approx(probs[ids[1]].item(), abs=1e-6)
 
 
 def test_every_token_can_be_seen():
@@ -199,8 +252,14 @@ TOKENS = "[...document.querySelectorAll('.token')]"
 SHOWN = f"{TOKENS}.findIndex((token) => token.classList.contains('shown'))"
 SHADING = f"{TOKENS}.map((token) => Number(token.style.getPropertyValue('--weight')))"
 TEXT = "document.getElementById(arguments[0]).innerText"
+LENS = """[...document.querySelectorAll('#lens tbody tr')]
+    .map((row) => [...row.cells].map((cell) => cell.textContent))"""
 OPACITY = """(({ width, height }, context) => [...context.getImageData(0, 0, width, height).data]
     .filter((value, i) => i % 4 === 3))(arguments[0], arguments[0].getContext("2d"))"""
+
+
+def percent(p):
+    return "<0.01%" if p < 5e-5 else f"{100 * p:.{2 if p < 0.0995 else 1}f}%"
 
 
 @pytest.mark.slow
@@ -220,16 +279,21 @@ def test_a_walk_by_keyboard_shows_weights_probabilities_and_alternatives(browser
         assert (opacity - 255 * expected[0, head].sqrt()).abs().max() <= 1
 
     tokens[0].click()
+    assert evaluate(LENS) == [[x, "", "", ""] for x in ("embeddings", "block 0", "block 1")]
     for t in range(len(ids)):
         assert evaluate(SHOWN) == t and f"position {t} " in evaluate(TEXT, "place")
         weights = torch.tensor(evaluate(SHADING), dtype=torch.float64)
         torch.testing.assert_close(weights, expected[0, 1, t], **CLOSE)
         if t > 0:
-            p, probability = data["probabilities"][t - 1], evaluate(TEXT, "probability")
+            p, rank, alternatives = data["places"][t - 1]
+            probability = evaluate(TEXT, "probability")
             assert f"{100 * p:.1f}%" in probability or p < 0.1
-            assert f"rank {data['ranks'][t - 1]}" in probability
+            assert f"rank {rank}" in probability
             shown = [e.text for e in browser.find_elements("css selector", "#alternatives .text")]
-            assert shown == [label for label, *_ in data["alternatives"][t - 1]]
+            assert shown == [label for label, *_ in alternatives]
+            for row, layer in zip(evaluate(LENS), data["lens"], strict=True):
+                p, _, [[label, probability, _]] = layer[t - 1]
+                assert row[1:] == [label, percent(probability), percent(p)]
         browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
 
 
@@ -243,5 +307,17 @@ def test_hostile_text_stays_text(browser, tmp_path):
     evaluate = open_page(browser, tmp_path / "page.html")
     labels = [visible(token.encode()) for token in HOSTILE]
     assert evaluate(f"{TOKENS}.map((token) => token.textContent)") == labels
+    assert {row[1] for row in evaluate(LENS)} <= set(labels)
     assert HOSTILE[1] in evaluate(TEXT, "model") and evaluate("window.hacked === undefined")
     assert evaluate("document.querySelectorAll('img, script').length") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.gpt2
+def test_a_page_without_the_table_says_why(browser, tmp_path):
+    data = explain(random_model(model_class=edited_module(*NO_NORM).GPT), BYTES, [65] * 9, 1)
+    write_page(tmp_path / "page.html", {"model": "edited"} | data)
+    evaluate = open_page(browser, tmp_path / "page.html")
+    assert "model.logits(model.ln_f(x))" in evaluate(TEXT, "no-lens")
+    assert evaluate("document.getElementById('lens') === null")
+    assert "position 8 " in evaluate(TEXT, "place")

@@ -1,0 +1,261 @@
+"""docs/exercises.py: right answers are right, and each common mistake is named."""
+
+import doctest
+import importlib.util
+import inspect
+import math
+import re
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import ROOT, run_script
+
+pytestmark = pytest.mark.gpt2  # the checks ask model.py for right answers
+PAGE = ROOT / "docs" / "exercises.py"
+
+
+def merge_once(tokens, pair):
+    merged = []
+    for token in tokens:
+        if merged and (merged[-1], token) == pair:
+            merged[-1] = "".join(pair)
+        else:
+            merged.append(token)
+    return merged
+
+
+def softmax(scores):
+    exp = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    return exp / exp.sum(dim=-1, keepdim=True)
+
+
+def causal_mask(T):
+    return torch.ones(T, T, dtype=torch.bool).tril()
+
+
+def attention(q, k, v):
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    mask = torch.ones(q.size(-2), q.size(-2)).tril().bool()
+    return scores.masked_fill(~mask, -math.inf).softmax(dim=-1) @ v
+
+
+def split_heads(x, n_head):
+    return x.unflatten(-1, (n_head, -1)).transpose(1, 2)
+
+
+def layer_norm(x):
+    centred = x - x.mean(dim=-1, keepdim=True)
+    return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+
+
+def mlp_one_token(x, w_fc, w_proj):
+    return w_proj @ F.gelu(w_fc @ x, approximate="tanh")
+
+
+def cross_entropy(logits, targets):
+    chosen = logits[torch.arange(len(targets)), targets]
+    return (logits.logsumexp(dim=-1) - chosen).mean()
+
+
+def bits_per_byte(loss, n_tokens, n_bytes):
+    return loss / math.log(2) * n_tokens / n_bytes
+
+
+def descent_step(w, loss, rate):
+    loss(w).backward()
+    return w - rate * w.grad
+
+
+def top_k(logits, k):
+    least = logits.topk(k).values[-1]
+    return logits.masked_fill(logits < least, -math.inf).softmax(dim=-1)
+
+
+def attend_with_cache(q, k, v, k_cache, v_cache):
+    k_cache = torch.cat([k_cache, k], dim=2)
+    v_cache = torch.cat([v_cache, v], dim=2)
+    weights = (q @ k_cache.mT / math.sqrt(q.size(-1))).softmax(dim=-1)
+    return weights @ v_cache, k_cache, v_cache
+
+
+ANSWERS = [
+    merge_once, softmax, causal_mask, attention, split_heads, layer_norm, mlp_one_token,
+    cross_entropy, bits_per_byte, descent_step, top_k, attend_with_cache,
+]  # fmt: skip
+
+
+def exercises(path=PAGE):
+    """The file as a module."""
+    spec = importlib.util.spec_from_file_location("exercises", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """A copy of the file beside model.py, in which each `...` is replaced by an answer."""
+    directory = tmp_path_factory.mktemp("answered")
+    shutil.copy(ROOT / "model.py", directory)
+    text = PAGE.read_text(encoding="utf-8")
+    for answer in ANSWERS:
+        body = inspect.getsource(answer).partition("\n")[2]
+        unwritten = rf'(?s)(def {answer.__name__}\(.*?""".*?"""\n)    \.\.\.\n'
+        text, n = re.subn(unwritten, lambda match, body=body: match[1] + body, text, count=1)
+        assert n == 1
+    (directory / "mine.py").write_text(text, encoding="utf-8")
+    return directory / "mine.py"
+
+
+def lines(verdict):
+    return "".join(f"{answer.__name__}: {verdict}\n" for answer in ANSWERS)
+
+
+def test_an_unwritten_file_is_to_do_from_any_directory(tmp_path):
+    done = run_script(PAGE, cwd=tmp_path)
+    assert (done.stdout.decode(), done.stderr, done.returncode) == (lines("to do"), b"", 0)
+
+
+def test_right_answers_are_right_also_in_a_copy(answered):
+    done = run_script(answered, cwd=answered.parent)
+    assert (done.stdout.decode(), done.stderr) == (lines("right"), b"")
+
+
+def test_examples_are_what_right_answers_give(answered):
+    failed, n = doctest.testmod(exercises(answered))
+    assert (failed, n) == (0, 13)
+
+
+def merge_first(tokens, pair):
+    for i in range(len(tokens) - 1):
+        if tuple(tokens[i : i + 2]) == pair:
+            return [*tokens[:i], "".join(pair), *tokens[i + 2 :]]
+    return tokens
+
+
+def merge_twice(tokens, pair):
+    starts = [i for i in range(len(tokens) - 1) if tuple(tokens[i : i + 2]) == pair]
+    used = {i + 1 for i in starts} - set(starts)
+    return ["".join(pair) if i in starts else t for i, t in enumerate(tokens) if i not in used]
+
+
+def merge_text(tokens, pair):
+    text = "".join(tokens).replace("".join(pair), "|")
+    return ["".join(pair) if c == "|" else c for c in text]
+
+
+def scores(q, k):
+    return q @ k.mT / math.sqrt(q.size(-1))
+
+
+def scaled(scale):
+    """Attention that multiplies by another scale."""
+    return lambda q, k, v: attention(q * scale(*q.shape) * math.sqrt(q.size(-1)), k, v)
+
+
+def centred(x):
+    return x - x.mean(dim=-1, keepdim=True)
+
+
+def nats(logits, targets):
+    return -logits.softmax(dim=-1)[range(len(targets)), targets].log()
+
+
+def kept(logits, k):
+    return logits >= logits.topk(k).values[-1]
+
+
+def past_alone(q, k, v, *past):
+    _, *caches = attend_with_cache(q, k, v, *past)
+    return F.scaled_dot_product_attention(q, *past), *caches
+
+
+def masked_query(*inputs):
+    _, *caches = attend_with_cache(*inputs)
+    return F.scaled_dot_product_attention(inputs[0], *caches, is_causal=True), *caches
+
+
+MISTAKES = {
+    merge_once: {
+        "only the first pair": merge_first,
+        "the second a is in two tokens": merge_twice,
+        "t and h are not the token th": merge_text,
+    },
+    softmax: {
+        "e^1000 is infinite": lambda s: s.exp() / s.exp().sum(dim=-1, keepdim=True),
+        "sum with keepdim=True": lambda s: s.exp() / s.exp().sum(dim=-1),
+        "the columns add up to 1": lambda s: s.exp() / s.exp().sum(dim=0),
+        "at [0, 0]: 0.": lambda s: s.exp() / s.exp().sum(),
+    },
+    causal_mask: {
+        "torch.float32 instead of torch.bool": lambda T: torch.ones(T, T).tril(),
+        "at query 0: True means": lambda T: torch.ones(T, T).triu(1).bool(),
+        "at query 0: it sees key 1. A row": lambda T: torch.ones(T, T).triu().bool(),
+        "at query 0: it does not see itself": lambda T: torch.ones(T, T).tril(-1).bool(),
+    },
+    attention: {
+        "at query 0: it sees key 1": lambda q, k, v: scores(q, k).softmax(-1) @ v,
+        "at query 0: it sees key 1. Its": lambda q, k, v: scores(q, k).tril().softmax(-1) @ v,
+        "at query 0: its weights add up": lambda q, k, v: scores(q, k).softmax(-1).tril() @ v,
+        "divide the scores by the root of hs": scaled(lambda nh, T, hs: 1),
+        "divide by the root of hs, not by hs": scaled(lambda nh, T, hs: 1 / hs),
+        "divide by the root of hs, not of C": scaled(lambda nh, T, hs: (nh * hs) ** -0.5),
+        "RuntimeError: ": lambda q, k, v: q @ k,
+    },
+    split_heads: {
+        "a bare view": lambda x, n_head: x.view(len(x), n_head, x.size(1), -1),
+        "shape (1, 3, 2, 2) instead of (1, 2,": lambda x, n_head: x.unflatten(-1, (n_head, -1)),
+    },
+    layer_norm: {
+        "divide by C, not": lambda x: centred(x) / (x.var(dim=-1, keepdim=True) + 1e-5).sqrt(),
+        "each token has its own mean": lambda x: F.layer_norm(x, x.shape),
+        "0 / 0": lambda x: F.layer_norm(x, x.shape[-1:], eps=0),
+    },
+    mlp_one_token: {
+        "GELU is missing": lambda x, w_fc, w_proj: w_proj @ w_fc @ x,
+        "that is ReLU": lambda x, w_fc, w_proj: w_proj @ (w_fc @ x).relu(),
+        "GPT-2 has GELU's tanh form": lambda x, w_fc, w_proj: w_proj @ F.gelu(w_fc @ x),
+    },
+    cross_entropy: {
+        "that is the sum": lambda *inputs: nats(*inputs).sum(),
+        "that is in bits": lambda *inputs: nats(*inputs).mean() / math.log(2),
+        "that is ln 0": lambda *inputs: nats(*inputs).mean(),
+        "-": lambda *inputs: -nats(*inputs).mean(),
+    },
+    bits_per_byte: {
+        "that is nats per byte": lambda loss, n_tokens, n_bytes: loss * n_tokens / n_bytes,
+        "that is bits per token": lambda loss, n_tokens, n_bytes: loss / math.log(2),
+        "a token is more": lambda loss, n_tokens, n_bytes: bits_per_byte(loss, n_bytes, n_tokens),
+    },
+    descent_step: {
+        "the loss grows": lambda w, loss, rate: descent_step(w, loss, -rate),
+        "multiply the gradient": lambda w, loss, rate: descent_step(w, loss, 1),
+    },
+    top_k: {
+        "that is the likeliest alone": lambda x, k: F.one_hot(x.argmax(), len(x)),
+        "the k probabilities do not add up to 1": lambda x, k: kept(x, k) * x.softmax(dim=0),
+        "e^0 is 1": lambda x, k: (kept(x, k) * x).softmax(dim=0),
+    },
+    attend_with_cache: {
+        "the new token does not attend to itself": past_alone,
+        "it sees token 0 alone": masked_query,
+        "one value instead of 3": lambda *inputs: attend_with_cache(*inputs)[0],
+        "shape (1,": lambda *inputs: (attend_with_cache(*inputs)[0], *inputs[3:]),
+    },
+}
+
+
+@pytest.mark.parametrize("answer", MISTAKES, ids=lambda answer: answer.__name__)
+def test_common_mistakes_are_named(answer):
+    """Each hint of the file for one of them."""
+    module = exercises()
+    check = getattr(module, f"check_{answer.__name__}")
+    hints = set().union(*check()) - {"inputs", "right"}
+    for expected, mistake in MISTAKES[answer].items():
+        hint = re.sub("^wrong:? ", "", module.verdict(mistake, check))
+        assert hint.startswith(expected)
+        hints.discard(hint)
+    assert not hints
