@@ -1,7 +1,6 @@
 """What serves the training may fail without it, what must agree is compared, and what is not the
 run's stays as it is."""
 
-import gc
 import json
 import re
 import shutil
@@ -97,9 +96,8 @@ def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
 
 
 def test_a_run_that_has_ended_ends_a_chain_of_jobs_without_an_error(finished):
-    process = run_here("train.py", *MINE, "--auto_resume", cwd=finished)
+    process = run_script("train.py", *MINE, "--auto_resume", cwd=finished)
     assert "out/mine has all its 20 steps" in said(process)
-    gc.collect()  # the lock
     preset = ["out/mine/config.toml", *RESUME]  # it has minutes and max_iters
     one_line(run_here("train.py", *preset, cwd=finished), "has all its 20 steps", "--minutes=5")
 
