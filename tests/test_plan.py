@@ -475,7 +475,7 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     ],
 )
 def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
-    preset, words, planned, expected, trained, here, train_here, monkeypatch
+    preset, words, planned, expected, trained, here, monkeypatch
 ):
     """The minute is over when it begins, so a plan has one step."""
     monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
@@ -495,7 +495,7 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
 
 
 def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
-    trained, tmp_path, train_here, monkeypatch
+    trained, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
     (tmp_path / "data").mkdir()
@@ -509,7 +509,7 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
     assert config["muon_lr"] == 0.0006
 
 
-def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, train_here, monkeypatch):
+def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, monkeypatch):
     monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
     process = run_here("train.py", *FLAGS, *NARROW, "--batch_size=64", cwd=here)
     entry = read_log(here / "out/mine")[-1]

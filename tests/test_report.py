@@ -58,7 +58,7 @@ def test_a_run_prints_what_it_trains_and_its_evaluations(here):
     assert [line[:10] for line in lines if "tokens/s" in line] == ["step  1/20", "step 20/20"]
 
 
-def test_a_picture_shows_what_the_log_of_a_resumed_run_says(here, monkeypatch, train_here):
+def test_a_picture_shows_what_the_log_of_a_resumed_run_says(here, monkeypatch):
     pytest.importorskip("matplotlib", reason="loss.png: pip install matplotlib")
     output_of("train.py", "--dataset=mine", *TINY, "--log_interval=5", cwd=here)
     run = here / "out" / "mine"
@@ -75,7 +75,7 @@ def test_a_picture_shows_what_the_log_of_a_resumed_run_says(here, monkeypatch, t
     assert titles[-1:] == [f"mine: best {loss:.4f} at step {step}"]
 
 
-def test_weights_and_biases_gets_the_log(here, monkeypatch, train_here):
+def test_weights_and_biases_gets_the_log(here, monkeypatch):
     given, run = [], SimpleNamespace(finish=lambda: given.append("end"))
     run.log = lambda entry, step: given.append((entry, step))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
@@ -83,7 +83,7 @@ def test_weights_and_biases_gets_the_log(here, monkeypatch, train_here):
     assert given == [*((entry, entry["step"]) for entry in read_log(here / "out/mine")), "end"]
 
 
-def test_an_optional_package_that_fails_does_not_end_the_run(here, monkeypatch, train_here):
+def test_an_optional_package_that_fails_does_not_end_the_run(here, monkeypatch):
     """A line says so, once. One that is not installed is left out."""
 
     def broken(*_, **__):

@@ -83,7 +83,7 @@ def test_a_run_killed_twenty_times_equals_an_uninterrupted_one(here):
 
 @pytest.mark.parametrize("optimizer, dtype", [("muon", "float32"), ("adamw", "float16")])
 def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
-    here, monkeypatch, train_here, optimizer, dtype
+    here, monkeypatch, optimizer, dtype
 ):
     flags = [*COMMON, f"--optimizer={optimizer}", f"--dtype={dtype}"]
     output_of("train.py", *flags, "--out_dir=out/whole", cwd=here)
@@ -162,7 +162,7 @@ def test_a_training_state_of_another_format_is_refused(tmp_path):
 # ---------------------------------------------------------------- what may change
 
 
-def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
+def test_explicit_flags_override_the_run_and_are_printed(finished):
     """A data set that was renamed too, but not one with other contents."""
     (finished / "data/mine").rename(finished / "data/better name")
     meta = finished / "data/better name/meta.json"
@@ -238,7 +238,7 @@ def test_resume_with_minutes_trains_so_many_more(finished):
 # ---------------------------------------------------------------- one writer, and the old run
 
 
-def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train_here):
+def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch):
     """Whatever it wants there, while the first one trains, which has moved an old run away."""
     seconds, flags = [], ["--dataset=mine", *TINY, "--max_iters=10"]
 
@@ -255,7 +255,7 @@ def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train
     assert len(seconds) == 4
 
 
-def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkeypatch, train_here):
+def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkeypatch):
     """Whatever the start fails by before that; a second one replaces the first."""
     run, flags = finished / "out/mine", ["--dataset=mine", *TINY, "--overwrite", "--max_iters=3"]
     before = contents(run)
@@ -323,7 +323,7 @@ def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("name, value", [("numpy", np.float64(0.5)), ("deque", deque([1]))])
 def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(
-    here, monkeypatch, train_here, name, value
+    here, monkeypatch, name, value
 ):
     def step(muon, plain=Muon.step):
         plain(muon)
