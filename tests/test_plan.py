@@ -1,7 +1,6 @@
 """--minutes: plans for simulated machines, the time of a step, and real planned runs."""
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -160,22 +159,24 @@ def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
     assert config.block_size == min(64, tokens // 10 - 1)
 
 
-def test_a_larger_model_that_is_hardly_slower_is_taken_although_it_sees_too_little():
-    """As on a CPU where bfloat16 pays from a width of 128 on."""
-
-    for of_128, n_embd in {0.098: 128, 0.105: 128, 0.107: 64}.items():
-        planner = Simulator(corpus(2_147_393, 8192), 0.8)
-        planner.steps = {64: 0.088, 96: 0.115, 128: of_128}
-        assert planner.plan().n_embd == n_embd
-
-
-def test_a_larger_model_whose_steps_are_shorter_than_its_size_suggests_is_found():
-    """On two cores with AMX 2 layers of 192 have 1.9 times the parameters of 2 layers of 128, and
-    their steps are 1.36 times as long."""
-    for minutes, n_embd in {0.97: 192, 0.75: 128}.items():
-        planner = Simulator(corpus(317_865, 2048), minutes)
-        planner.steps = {128: 0.055, 192: 0.075}
-        assert planner.plan().n_embd == n_embd
+@pytest.mark.parametrize(
+    "n_tokens, vocab_size, minutes, steps, n_embd",
+    [
+        # A larger model that is hardly slower is better although it sees too little, as on a CPU
+        # where bfloat16 pays from a width of 128 on.
+        (2_147_393, 8192, 0.8, {64: 0.088, 96: 0.115, 128: 0.098}, 128),
+        (2_147_393, 8192, 0.8, {64: 0.088, 96: 0.115, 128: 0.105}, 128),
+        (2_147_393, 8192, 0.8, {64: 0.088, 96: 0.115, 128: 0.107}, 64),
+        # A larger model's steps may be shorter than its size suggests: 1.36 times as long on two
+        # cores with AMX, where it has 1.9 times the parameters.
+        (317_865, 2048, 0.97, {128: 0.055, 192: 0.075}, 192),
+        (317_865, 2048, 0.75, {128: 0.055, 192: 0.075}, 128),
+    ],
+)
+def test_a_model_is_chosen_by_the_time_of_its_steps(n_tokens, vocab_size, minutes, steps, n_embd):
+    planner = Simulator(corpus(n_tokens, vocab_size), minutes)
+    planner.steps = steps
+    assert planner.plan().n_embd == n_embd
 
 
 @pytest.mark.parametrize(
@@ -400,10 +401,14 @@ def test_a_plan_grows_once_the_time_of_an_evaluation_is_known(eval_interval, gro
     assert run.progress.max_iters > 500
 
 
-def test_a_run_of_max_iters_does_not_look_at_the_clock():
-    run = SimulatedRun(then(2.5))
-    run.config.minutes = 0.0
-    assert run.run() == (500, 0)
+def test_a_run_of_max_iters_keeps_its_steps_and_tells_the_seconds_left_with_evaluations():
+    whole, half = SimulatedRun(then(2.5)), SimulatedRun(then(2.5))
+    whole.config.minutes = half.config.minutes = 0.0
+    assert whole.run() == (500, 0)
+    half.run(last=300)
+    end = 0.03 * 2.5  # the evaluation of the whole split, which half has too
+    left = 60 * (whole.spent - half.spent + end)
+    assert half.clock.seconds_left(300, 500) == pytest.approx(left, rel=0.03)
 
 
 def test_a_text_that_is_used_up_ends_a_run_on_a_machine_that_becomes_faster():
@@ -418,22 +423,11 @@ def test_a_resumed_run_has_the_time_that_was_left():
     assert 0.95 < run.spent < 1.05 and 150 < steps < 220
 
 
-def test_the_seconds_left_have_the_evaluations_and_the_end():
-    run = SimulatedRun(lambda share: 1)
-    run.config.minutes = 0.0
-    whole = run.run()[0] and run.spent
-    run = SimulatedRun(lambda share: 1)
-    run.config.minutes = 0.0
-    run.run(last=250)
-    assert run.clock.seconds_left(250, 500) == pytest.approx(
-        60 * (whole - run.spent + 0.03), rel=0.03
-    )
-
-
 # ------------------------------------------------------------ planned runs
 
 FLAGS = ["--dataset=mine", "--curves=False", "--device=cpu"]
 NARROW = ["--n_layer=1", "--n_embd=16"]  # which is quick to measure
+OVER = "    minutes: float = 1.0", "    minutes: float = 0.002"  # at its start: a plan has one step
 
 
 @pytest.fixture
@@ -466,24 +460,21 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
 @pytest.mark.parametrize(
     "preset, words, planned, expected",
     [
-        ("", [*NARROW, "--optimizer=adamw"], 1, {"n_layer": 1}),
+        ("", [*NARROW, "--optimizer=adamw"], 0.002, {"n_layer": 1}),
         ("max_iters = 2\neval_interval = 2\n", [], None, {"n_embd": 128}),
-        ("max_iters = 2\nbatch_size = 3\n", [*NARROW, "--minutes=0.5"], 0.5, {"batch_size": 3}),
-        ("minutes = 0.5\n", NARROW, 0.5, {}),
+        ("max_iters = 2\nbatch_size = 3\n", [*NARROW, "--minutes=0.003"], 0.003, {"batch_size": 3}),
+        ("minutes = 0.003\n", NARROW, 0.003, {}),
         ("max_iters = 2\n", ["--init_from=out/first"], None, {"learning_rate": 0.001}),
-        ("", ["--init_from=out/first"], 1, {"n_layer": 2, "n_embd": 16, "block_size": 16}),
+        ("", ["--init_from=out/first"], 0.002, {"n_layer": 2, "n_embd": 16, "block_size": 16}),
     ],
 )
 def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
-    preset, words, planned, expected, trained, here, monkeypatch
+    preset, words, planned, expected, trained, here
 ):
-    """The minute is over when it begins, so a plan has one step."""
-    monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
     (here / "out").mkdir()
     (here / "out/first").symlink_to(trained / "out/mine")
     (here / "mine.toml").write_text(preset)
-
-    done = run_here("train.py", "mine.toml", *words, *FLAGS, cwd=here)
+    done = run_here("train.py", "mine.toml", *words, *FLAGS, cwd=here, changes=[OVER])
     output = done.stdout.decode()
     assert done.returncode == 0, done.stderr
     assert output.count("plan for") == bool(planned)
@@ -494,24 +485,21 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
     assert {"max_iters": 1 if planned else 2}.items() | expected.items() <= config.items()
 
 
-def test_an_edited_default_stays_and_the_quick_start_is_planned_for_a_minute(
-    trained, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
+def test_an_edited_default_stays_and_the_quick_start_is_planned(trained, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/quickstart").symlink_to(trained / "data/mine")
-    edited = functools.partial(TrainConfig.__init__, muon_lr=0.0006, n_layer=1, n_embd=16)
-    monkeypatch.setattr(TrainConfig, "__init__", lambda self, **given: edited(self, **given))
-    monkeypatch.setattr("gptling.cli.load_config", lambda *_, **__: (TrainConfig(curves=False), {}))
-    done = run_here("train.py", cwd=tmp_path)
-    assert b"plan for 1 min: block_size" in done.stdout and b" n_layer" not in done.stdout
+    rate = "    muon_lr: Planned[float] = "
+    changes = [OVER, (f"{rate}None", f"{rate}0.0006")]
+    done = run_here("train.py", *NARROW, "--curves=False", cwd=tmp_path, changes=changes)
+    plan = done.stdout.decode().partition("data:")[0]
+    assert "plan for 0.002 min: block_size" in plan and "muon_lr" not in plan
     config = tomllib.loads((tmp_path / "out/quickstart/config.toml").read_text())
     assert config["muon_lr"] == 0.0006
 
 
-def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here, monkeypatch):
-    monkeypatch.setattr("gptling.startup.STARTED", time.perf_counter() - 60)
-    process = run_here("train.py", *FLAGS, *NARROW, "--batch_size=64", cwd=here)
+def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here):
+    flags = [*FLAGS, *NARROW, "--minutes=0.002", "--batch_size=64"]
+    process = run_here("train.py", *flags, cwd=here)
     entry = read_log(here / "out/mine")[-1]
     n = json.loads((here / "data/mine/meta.json").read_text())["val"]["tokens"]
     assert entry["val_tokens"] == n - 1
