@@ -180,17 +180,20 @@ def test_a_model_is_chosen_by_the_time_of_its_steps(n_tokens, vocab_size, minute
 
 
 @pytest.mark.parametrize(
-    "fixed",
+    "data, fixed",
     [
-        dict(n_layer=7, n_embd=80, block_size=50, batch_size=3, learning_rate=1e-4, dropout=0.3),
-        dict(n_head=4, muon_lr=0.2, min_lr=0.01, eval_tokens=500, gradient_accumulation_steps=5),
-        dict(n_layer=3, n_head=5, n_embd=100, eval_interval=7, warmup_iters=3, seed=7),
-        dict(muon_decay=0.3, muon_momentum=0.7),
-        dict(weight_decay=0.3),  # for both optimizers
+        (BOOKS, dict(n_layer=7, n_embd=80, block_size=50, batch_size=3, dropout=0.3)),
+        (BOOKS, dict(n_head=4, muon_lr=0.2, min_lr=0.01, gradient_accumulation_steps=5)),
+        (BOOKS, dict(n_layer=3, n_head=5, n_embd=100, eval_interval=7, warmup_iters=3, seed=7)),
+        (BOOKS, dict(muon_decay=0.3, muon_momentum=0.7, learning_rate=1e-4, eval_tokens=500)),
+        (BOOKS, dict(weight_decay=0.3)),  # for both optimizers
+        # Too short a text for a model of this size, as that of --init_from=gpt2 is.
+        (corpus(10_000, 50_257), dict(n_embd=768)),
+        (corpus(10_000, 50_257), dict(n_layer=12, n_embd=768)),
     ],
 )
-def test_what_is_given_stays_and_a_step_is_timed_with_it(fixed):
-    planner = Simulator(BOOKS, 2, **fixed)
+def test_what_is_given_stays_and_a_step_is_timed_with_it(data, fixed):
+    planner = Simulator(data, 20, **fixed)
     config = planner.plan()
     assert fixed.items() <= vars(config).items()
     assert (config.muon_decay is None) == ("weight_decay" in fixed)
@@ -283,13 +286,6 @@ def test_a_size_that_does_not_fit_into_memory_is_not_planned(planner):
     assert planner.time_step(dataclasses.replace(narrow, n_embd=256)) == math.inf
     with pytest.raises(RuntimeError, match="a bug"):
         planner.time_step(narrow)
-
-
-@pytest.mark.parametrize("sizes", [{"n_embd": 768}, {"n_layer": 12, "n_embd": 768}])
-def test_a_given_size_is_planned_for_a_text_that_is_too_short_for_it(sizes):
-    """As that of --init_from=gpt2 is, or a vocabulary of 50,257 tokens alone."""
-    config = Simulator(corpus(10_000, 50_257), 5, flops=1e13, **sizes).plan()
-    assert sizes.items() <= vars(config).items() and config.max_iters > 10
 
 
 @pytest.mark.parametrize("room", [64, 128, 256])

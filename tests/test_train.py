@@ -108,11 +108,9 @@ def test_cosine_schedule_is_that_of_pytorch():
 def test_linear_schedule_rises_holds_then_falls_in_a_line(hold):
     rates = {"learning_rate": 1e-2, "min_lr": 1e-3}
     config = small(schedule="linear", hold=hold, max_iters=1001, warmup_iters=1, **rates)
-    rates = np.array([learning_rate(step, 1001, config) for step in range(1001)])
-    start = round(1 + 999 * hold)
-    assert rates[: min(start + 1, 1000)] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-3)
-    falls = np.diff(rates[start + 1 :])
-    assert falls == pytest.approx(-9e-3 / (999 * max(1e-9, 1 - hold)))
+    rates = [learning_rate(step, 1001, config) for step in range(1001)]
+    expected = np.interp(range(1001), [1 + 999 * hold, 1000], [1e-2, 1e-3])
+    assert rates[:-1] == pytest.approx(expected[:-1]) and rates[-1] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.2])
@@ -328,6 +326,7 @@ def test_a_step_after_an_overflow_has_its_own_gradients_alone(here):
 
 @pytest.mark.parametrize("one", [0, 1])
 def test_an_overflow_in_one_optimizer_alone_skips_both(trained, here, one):
+    """So the run ends with the weights of the checkpoint that it starts from."""
     change = after_backward(f"optimizers[{one}].param_groups[0]['params'][0].grad[0] = math.inf")
     start = trained / "out" / "mine" / "checkpoint-20"
     flags = ["--dtype=float16", "--optimizer=muon", "--max_iters=1", f"--init_from={start}"]
@@ -403,13 +402,6 @@ def test_a_padded_vocabulary_draws_real_tokens_only(here):
     assert load(GPT, checkpoint).config.vocab_size == 128
     text = output_of("sample.py", checkpoint, "--temperature=5", "--top_k=0", cwd=here)
     assert len(text) == 501
-
-
-def test_training_starts_from_a_checkpoint(trained, here):
-    start = trained / "out" / "mine" / "checkpoint-20"
-    output_of("train.py", *MINE, f"--init_from={start}", *STILL, "--max_iters=1", cwd=here)
-    before = read_log(trained / "out" / "mine")[-1]["val_loss"]
-    assert read_log(here / "out" / "mine")[-1]["val_loss"] == pytest.approx(before, abs=1e-5)
 
 
 # ---------------------------------------------------------------- --eval_only, the quick start
