@@ -63,7 +63,7 @@ def finished(trained, here):
 
 
 def train(*arguments, cwd, changes=()):
-    """train.py in this process, perhaps changed, which gives its lock back."""
+    """Run train.py in this process, perhaps changed. It gives its lock back."""
     process = run_here("train.py", *arguments, cwd=cwd, changes=changes)
     gc.collect()
     return process

@@ -42,7 +42,7 @@ MASKED = "batch = [(x, y.masked_fill({}, -100)) for x, y in batch]\n"
 
 
 def train(*flags, cwd, changes=()):
-    """train.py in this process, perhaps changed; returns the entries of its log with a loss."""
+    """Run train.py in this process, perhaps changed. Return the entries of its log with a loss."""
     process = run_here("train.py", *MINE, *flags, cwd=cwd, changes=changes)
     assert process.returncode == 0, process.stderr.decode()
     return [entry for entry in read_log(cwd / "out" / "mine") if "loss" in entry]
@@ -62,17 +62,10 @@ def set_up_tiny(**settings):
 
 
 def one_sequence(here):
-    """Leave one sequence of data/mine to train on, so that only dropout makes losses differ."""
+    """Leave one training sequence. Return flags with which only dropout makes losses differ."""
     tokens = np.load(here / "data" / "mine" / "train-00000.npy")[:17]
     np.save(here / "data" / "mine" / "train-00000.npy", tokens)
     return [*STILL, "--batch_size=1", "--log_interval=1", "--overwrite"]
-
-
-def assert_close(a, b):
-    """The weights of two runs are the same but for rounding."""
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
 
 
 # ---------------------------------------------------------------- schedule, optimizer, evaluation
@@ -390,7 +383,8 @@ def test_compiling_changes_no_result(here):
         flags = [*MINE, *more, f"--compile={compile}", f"--out_dir={name}"]
         output_of("train.py", *flags, cwd=here, **cache)
     assert list(here.glob("**/*.so"))  # it was compiled
-    assert_close(weights(here / "plain", 4), weights(here / "compiled", 4))
+    plain, compiled = weights(here / "plain", 4), weights(here / "compiled", 4)
+    torch.testing.assert_close(plain, compiled, rtol=1e-3, atol=1e-4)
 
 
 def test_a_padded_vocabulary_draws_real_tokens_only(here):
