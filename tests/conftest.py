@@ -8,11 +8,13 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny, and tests run side by side
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what a CPU computes is compared bit for bit; see test_gpu
@@ -70,11 +72,13 @@ def run_in_child(arguments, cwd, files):
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-@pytest.fixture
-def train_here(monkeypatch):
-    """Lets run_here train: signals and the memory of the tests' own process stay as they are."""
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("gptling.devices.keep_freed_memory", lambda: None)
+@pytest.fixture(autouse=True)
+def train_here():
+    """A script that run_here has run leaves no handlers of signals behind."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def one_process():
@@ -122,24 +126,23 @@ def run_script(script, *arguments, cwd, stdin="", **environment):
         return subprocess.CompletedProcess(arguments, child.exitcode, *output)
 
 
-def run_here(script, *arguments, cwd, stdin=""):
-    """As run_script, in this process: seconds faster, for the packages are imported already."""
-    main = importlib.import_module(script.removesuffix(".py")).main
+def run_here(script, *arguments, cwd, stdin="", changes=()):
+    """As run_script, in this process: seconds faster, for the packages are imported already.
+    changes: see edited."""
+    from tests.edits import edited  # which imports this module
+
+    name = script.removesuffix(".py")
+    module = getattr(edited(*changes), name) if changes else importlib.import_module(name)
+    argv = [str(ROOT / script), *map(str, arguments)]
     streams = [io.TextIOWrapper(io.BytesIO(content)) for content in (stdin.encode(), b"", b"")]
-    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(cwd):
-        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
-            patch.setattr(sys, name, stream)
-        patch.setattr(sys, "argv", [str(ROOT / script), *map(str, arguments)])
+    replaced = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True), argv=argv)
+    with mock.patch.multiple(sys, **replaced), contextlib.chdir(cwd):
         with pytest.raises(SystemExit) as exit:
-            launch(main)
-        code = exit.value.code
-        if isinstance(code, str):  # as the interpreter does
-            print(code, file=sys.stderr)
-            code = 1
-        for stream in streams[1:]:
-            stream.flush()
-    _, stdout, stderr = (stream.buffer.getvalue() for stream in streams)
-    return subprocess.CompletedProcess(script, code or 0, stdout, stderr)
+            launch(module.main)
+    for stream in streams[1:]:
+        stream.flush()
+    stdout, stderr = (stream.buffer.getvalue() for stream in streams[1:])
+    return subprocess.CompletedProcess(script, exit.value.code or 0, stdout, stderr)
 
 
 def output_of(script, *arguments, cwd, stdin="", **environment):

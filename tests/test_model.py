@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +54,17 @@ def test_loss_is_the_mean_cross_entropy_of_all_logits():
         log_probs[b, t, targets[b, t]] for b in range(4) for t in range(16) if targets[b, t] >= 0
     ]
     assert loss.item() == pytest.approx(-torch.stack(chosen).mean().item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_short_floats_are_summed_in_float32(dtype):
+    """Over 50,000 logits: their sum in bfloat16 would be off by a hundredth or more."""
+    torch.manual_seed(0)
+    logits, targets = (3 * torch.randn(4, 50_257)).to(dtype), torch.randint(50_257, (4,))
+    ours = GPT.losses(None, logits, targets)
+    expected = F.cross_entropy(logits.double(), targets, reduction="none")
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=0)
 
 
 @torch.no_grad()

@@ -5,23 +5,23 @@ import os
 import re
 import shutil
 import signal
+import time
 import tomllib
-from collections import deque
 from dataclasses import asdict, fields, replace
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from gptling.cli import UserError
-from gptling.muon import Muon
 from gptling.run import RunDirectory, best_checkpoint, list_checkpoints, load_training_state
 from gptling.settings import resumed_config
 from gptling.state import State, named_state, read_sources
 from model import GPT, GPTConfig
 from tests.conftest import (
+    FORKS,
+    ROOT,
     TINY,
     contents,
     one_line,
@@ -29,10 +29,12 @@ from tests.conftest import (
     output_of,
     read_log,
     run_here,
+    run_in_child,
     run_script,
     small,
     weights,
 )
+from tests.edits import copy_edited
 from train import TrainConfig, configure_optimizers
 
 COMMON = ["--dataset=mine", *TINY, "--dropout=0.2", "--gradient_accumulation_steps=2"]
@@ -60,11 +62,17 @@ def finished(trained, here):
     return here
 
 
-def train(*arguments, cwd):
-    """train.py in this process, which gives its lock back."""
-    process = run_here("train.py", *arguments, cwd=cwd)
+def train(*arguments, cwd, changes=()):
+    """Run train.py in this process, perhaps changed. It gives its lock back."""
+    process = run_here("train.py", *arguments, cwd=cwd, changes=changes)
     gc.collect()
     return process
+
+
+def after_step(code):
+    """A change of train.py: a line of code after each step."""
+    line = "        progress.step = done\n"
+    return line, f"{line}        {code}\n"
 
 
 # ---------------------------------------------------------------- stopped and killed
@@ -82,19 +90,14 @@ def test_a_run_killed_twenty_times_equals_an_uninterrupted_one(here):
 
 
 @pytest.mark.parametrize("optimizer, dtype", [("muon", "float32"), ("adamw", "float16")])
-def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(
-    here, monkeypatch, train_here, optimizer, dtype
-):
+def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(here, optimizer, dtype):
     flags = [*COMMON, f"--optimizer={optimizer}", f"--dtype={dtype}"]
     output_of("train.py", *flags, "--out_dir=out/whole", cwd=here)
-    signals = iter([0] * 13 + [signal.SIGTERM])
-    monkeypatch.setattr("train.Processes.all_reduce_max", lambda *_: next(signals, 0))
-    process = train(*flags, cwd=here)
+    change = after_step("if done == 12: import signal; signal.raise_signal(signal.SIGTERM)")
+    process = train(*flags, cwd=here, changes=[change])
     assert process.returncode == 128 + signal.SIGTERM
-    assert (
-        b"Stopped at step 13, and saved.\nNext: python train.py --out_dir=out/mine --r"
-        in process.stdout
-    )
+    stopped = b"Stopped at step 13, and saved.\nNext: python train.py --out_dir=out/mine --r"
+    assert stopped in process.stdout
     resumed = train(*RESUME, cwd=here).stdout
     assert b"from step 13" in resumed and b"rate jumps" not in resumed
     assert_equal_runs(here / "out/whole", here / "out/mine", 20)
@@ -162,7 +165,7 @@ def test_a_training_state_of_another_format_is_refused(tmp_path):
 # ---------------------------------------------------------------- what may change
 
 
-def test_explicit_flags_override_the_run_and_are_printed(finished, train_here):
+def test_explicit_flags_override_the_run_and_are_printed(finished):
     """A data set that was renamed too, but not one with other contents."""
     (finished / "data/mine").rename(finished / "data/better name")
     meta = finished / "data/better name/meta.json"
@@ -223,39 +226,46 @@ def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
     assert set(tomllib.loads(text)) == {field.name for field in fields(TrainConfig)} - once
 
 
-def test_resume_with_minutes_trains_so_many_more(finished):
-    """At the speed so far, and with the new plan in config.toml."""
-    run = finished / "out/mine"
-    spent = read_log(run)[-1]["seconds"]
+def test_resume_with_minutes_trains_so_many_more_and_changes_no_setting_after_settle(finished):
+    """At the speed so far, and with the new plan in config.toml, also when slower steps change
+    their number."""
+    run, begin, end = finished / "out/mine", "    device, rank, world_size =", "    report.close("
+    saved = load_training_state(run / "checkpoint-20")
+    saved["progress"]["seconds"] = 1.0
+    torch.save(saved, run / "checkpoint-20/training_state.pt")
+    changes = [
+        (begin, f"    settled = dict(vars(config))\n{begin}"),
+        after_step("import time; time.sleep(0.2)"),
+        (end, f"    assert vars(config) == settled\n{end}"),
+    ]
+    copy_edited(finished, ["gptling", "model.py", "prepare.py", "train.py"], changes)
     flags = ["--dataset=mine", "--resume", "--minutes=0.02"]
-    output = output_of("train.py", *flags, cwd=finished)
-    assert "plan for 0.02 more min: about " in output and ", from step 20" in output
+    output = output_of(finished / "train.py", *flags, cwd=finished)
+    assert "plan for 0.02 more min: about 24 more steps" in output and ", from step 20" in output
     config, log = tomllib.loads((run / "config.toml").read_text()), read_log(run)
-    assert config["minutes"] == pytest.approx(0.02 + spent / 60, rel=0.05)
-    assert config["max_iters"] == log[-1]["step"] > 20 and log[-1]["seconds"] > spent
+    assert config["minutes"] == pytest.approx(0.02 + 1 / 60)
+    assert 20 < config["max_iters"] == log[-1]["step"] < 44 and "the plan is now" in output
+    assert log[-1]["seconds"] > 1
 
 
 # ---------------------------------------------------------------- one writer, and the old run
 
 
-def test_a_second_training_in_one_folder_is_refused(finished, monkeypatch, train_here):
+def test_a_second_training_in_one_folder_is_refused(finished):
     """Whatever it wants there, while the first one trains, which has moved an old run away."""
-    seconds, flags = [], ["--dataset=mine", *TINY, "--max_iters=10"]
-
-    def evaluate(*_):
-        for more in ([], ["--overwrite"], ["--resume"], ["--auto_resume"]):
-            seconds.append(run_script("train.py", *flags, *more, cwd=finished))
-        return {"val_loss": 2.0, "bits_per_byte": 3.0, "val_tokens": 9, "is_cross_entropy": True}
-
-    monkeypatch.setattr("train.evaluation.evaluate", evaluate)
-    assert train(*flags, "--overwrite", cwd=finished).returncode == 0
-    for second in seconds:
-        assert second.returncode == 1 and b"another process" in second.stderr
-        assert second.stderr.count(b"\n") == 1
-    assert len(seconds) == 4
+    flags = ["--dataset=mine", *TINY, "--max_iters=1000000"]
+    first = [str(ROOT / "train.py"), *flags, "--overwrite"], finished, [os.devnull] * 3
+    first = FORKS.Process(target=run_in_child, args=first, daemon=True)
+    first.start()
+    while not (finished / "out/mine.old").exists() or not list_checkpoints(finished / "out/mine"):
+        assert first.is_alive()
+        time.sleep(0.02)
+    for more in ([], ["--overwrite"], ["--resume"], ["--auto_resume"]):
+        one_line(run_script("train.py", *flags, *more, cwd=finished), "another process")
+    first.terminate()
 
 
-def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkeypatch, train_here):
+def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkeypatch):
     """Whatever the start fails by before that. A second one has another name."""
     run, flags = finished / "out/mine", ["--dataset=mine", *TINY, "--overwrite", "--max_iters=3"]
     before = contents(run)
@@ -322,17 +332,12 @@ def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
     assert_equal(*ends)
 
 
-@pytest.mark.parametrize("name, value", [("numpy", np.float64(0.5)), ("deque", deque([1]))])
-def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(
-    here, monkeypatch, train_here, name, value
-):
-    def step(muon, plain=Muon.step):
-        plain(muon)
-        for state in muon.state.values():
-            state["seen"] = [1, {"last": value}]
-
-    monkeypatch.setattr(Muon, "step", step)
-    process = train("--dataset=mine", *TINY, cwd=here)
+@pytest.mark.parametrize("value", ["numpy.float64(0.5)", "collections.deque([1])"])
+def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(here, value):
+    name = value.partition(".")[0]
+    code = f"import {name}; optimizers[1].state[model.h[0].attn.c_attn.weight]['seen']"
+    change = after_step(f"{code} = [1, {{'last': {value}}}]")
+    process = train("--dataset=mine", *TINY, cwd=here, changes=[change])
     one_line(process, name, "use numbers, strings, lists, dicts and tensors")
     assert not list((here / "out/mine").glob("*checkpoint*"))
 

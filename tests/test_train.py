@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from contextlib import nullcontext
 from operator import itemgetter
 from types import SimpleNamespace
@@ -11,15 +12,13 @@ import filelock
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from gptling.cli import UserError
 from gptling.dataset import Dataset
 from gptling.evaluation import evaluate
 from gptling.gpt2_format import load
 from gptling.muon import Muon
 from gptling.run import list_checkpoints
-from gptling.tokenizers import build_tokenizer
+from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from tests.conftest import (
     TINY,
@@ -33,27 +32,43 @@ from tests.conftest import (
     weights,
     write_times,
 )
-from tests.test_dataset import write_data
-from train import TrainConfig, configure_optimizers, learning_rate
+from tests.test_dataset import AB, write_data
+from train import TrainConfig, configure_optimizers, learning_rate, set_up
 
 MINE = ["--dataset=mine", *TINY]
-RESULT = {"val_loss": 2.0, "bits_per_byte": 3.0}  # of an evaluation
-RESULT |= {"val_tokens": 9, "is_cross_entropy": True}
 STILL = ["--learning_rate=0", "--min_lr=0"]  # the weights stay as they are
+MASKING = "# To mask targets, make them -100 here, before they are counted.\n"  # in train.py
+MASKED = "batch = [(x, y.masked_fill({}, -100)) for x, y in batch]\n"
 
 
-def train(*flags, cwd):
-    """train.py in this process, with what a test has replaced; returns the training log."""
-    process = run_here("train.py", *MINE, *flags, cwd=cwd)
+def train(*flags, cwd, changes=()):
+    """Run train.py in this process, perhaps changed. Return the entries of its log with a loss."""
+    process = run_here("train.py", *MINE, *flags, cwd=cwd, changes=changes)
     assert process.returncode == 0, process.stderr.decode()
-    return read_log(cwd / "out" / "mine")
+    return [entry for entry in read_log(cwd / "out" / "mine") if "loss" in entry]
 
 
-def assert_close(a, b):
-    """The weights of two runs are the same but for rounding."""
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+def after_backward(code):
+    """A change of train.py: a line of code after each backward pass."""
+    line = "* weight).backward()\n"
+    return line, f"{line}            {code}\n"
+
+
+def set_up_tiny(**settings):
+    """train.py's model, the module it calls in training, and its optimizers, for two letters."""
+    data = SimpleNamespace(tokenizer=AB, tokenizer_json=tokenizer_to_json(AB))
+    config = small(block_size=16, n_layer=2, n_head=2, n_embd=16, **settings)
+    return set_up(config, data, None, one_process())
+
+
+def one_sequence(here):
+    """Leave one training sequence. Return flags with which only dropout makes losses differ."""
+    tokens = np.load(here / "data" / "mine" / "train-00000.npy")[:17]
+    np.save(here / "data" / "mine" / "train-00000.npy", tokens)
+    meta = json.loads((here / "data/mine/meta.json").read_text())
+    meta["train"]["tokens"] = 17
+    (here / "data/mine/meta.json").write_text(json.dumps(meta))
+    return [*STILL, "--batch_size=1", "--log_interval=1", "--overwrite"]
 
 
 # ---------------------------------------------------------------- schedule, optimizer, evaluation
@@ -89,11 +104,9 @@ def test_cosine_schedule_is_that_of_pytorch():
 def test_linear_schedule_rises_holds_then_falls_in_a_line(hold):
     rates = {"learning_rate": 1e-2, "min_lr": 1e-3}
     config = small(schedule="linear", hold=hold, max_iters=1001, warmup_iters=1, **rates)
-    rates = np.array([learning_rate(step, 1001, config) for step in range(1001)])
-    start = round(1 + 999 * hold)
-    assert rates[: min(start + 1, 1000)] == pytest.approx(1e-2) and rates[-1] == pytest.approx(1e-3)
-    falls = np.diff(rates[start + 1 :])
-    assert falls == pytest.approx(-9e-3 / (999 * max(1e-9, 1 - hold)))
+    rates = [learning_rate(step, 1001, config) for step in range(1001)]
+    expected = np.interp(range(1001), [1 + 999 * hold, 1000], [1e-2, 1e-3])
+    assert rates[:-1] == pytest.approx(expected[:-1]) and rates[-1] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.2])
@@ -239,18 +252,17 @@ def test_a_run_makes_exactly_max_iters_steps_and_checkpoints(trained):
     assert {"loss", "lr", "norm", "ms", "tokens_per_s"} <= set(log[0])
 
 
-def test_a_grad_clip_of_0_is_none(here, train_here):
+def test_a_grad_clip_of_0_is_none(here):
     logs, flags = [], ["--max_iters=3", "--log_interval=1", "--overwrite"]
     for clip in (0, 1e9):
         log = train(*flags, f"--grad_clip={clip}", cwd=here)
-        logs.append([(entry["loss"], entry["norm"]) for entry in log if "loss" in entry])
+        logs.append([(entry["loss"], entry["norm"]) for entry in log])
     assert logs[0] == logs[1]
 
 
 def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
     flags = ["--optimizer=muon", "--muon_lr=0.04", "--log_interval=1"]
-    output_of("train.py", *MINE, *flags, cwd=here)
-    log = [entry for entry in read_log(here / "out" / "mine") if "loss" in entry]
+    log = train(*flags, cwd=here)
     state = torch.load(here / "out/mine/checkpoint-20/training_state.pt", weights_only=True)
     config = small(**state["config"])
     for entry in log:
@@ -258,20 +270,30 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
         assert entry["muon_lr"] == pytest.approx(4 * entry["lr"])
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(here, monkeypatch, train_here):
-    monkeypatch.setattr("train.learning_rate", lambda *_: 1e30)
-    process = run_here("train.py", *MINE, cwd=here)
-    one_line(process, "the loss or its gradient is nan at step 2: lower --learning_rate")
-    monkeypatch.setattr("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(math.inf))
-    one_line(run_here("train.py", *MINE, cwd=here), "the loss or its gradient is inf at step 1")
+def test_a_step_is_the_mean_over_the_targets_of_all_micro_batches(here):
+    """Some have no targets. Two processes: see test_processes."""
+    change = MASKING, MASKED.format("(x % 3 == 0) | (x[:, :1] % 2 == 0)")
+    runs = []
+    for n in (1, 2, 8):
+        flags = [f"--batch_size={8 // n}", f"--gradient_accumulation_steps={n}", "--max_iters=4"]
+        log = train(*flags, "--log_interval=1", "--overwrite", cwd=here, changes=[change])
+        runs.append([log[0]["norm"], *(entry["loss"] for entry in log[:3])])
+    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
+    assert runs[2] == pytest.approx(runs[0], rel=1e-4)
+
+
+def test_a_step_without_targets_has_a_loss_of_0(here):
+    log = train("--max_iters=2", cwd=here, changes=[(MASKING, MASKED.format("y == y"))])
+    assert log[-1]["loss"] == log[-1]["norm"] == 0
+
+
+def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_before_a_checkpoint(here):
+    process = run_here("train.py", *MINE, "--optimizer=adamw", "--learning_rate=1e30", cwd=here)
+    one_line(process, "the loss or its gradient is nan at step 2: lower --learning_rate=1e+30")
+    change = after_backward("model.wte.weight.grad[0] = math.inf")
+    process = run_here("train.py", *MINE, cwd=here, changes=[change])
+    one_line(process, "the loss or its gradient is inf at step 1")
     assert list_checkpoints(here / "out" / "mine") == []
-
-
-def test_a_sample_that_fails_leaves_the_checkpoint(here, monkeypatch, train_here):
-    monkeypatch.setattr("train.Report.sample", None)
-    with pytest.raises(TypeError):
-        run_here("train.py", *MINE, cwd=here)
-    assert len(list_checkpoints(here / "out" / "mine")) == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -283,105 +305,71 @@ def test_mixed_precision_trains_to_about_the_same_loss(trained, here, dtype):
     assert all(tensor.dtype == torch.float32 for tensor in stored.values())
 
 
-def test_a_step_after_an_overflow_has_its_own_gradients_alone(here, monkeypatch, train_here):
+def test_a_step_after_an_overflow_has_its_own_gradients_alone(here):
     """An infinite gradient of one step is not added to the next one's."""
-    seen, unscale = [], torch.amp.GradScaler.unscale_
-
-    def watched(scaler, optimizer):
-        parameters = optimizer.param_groups[0]["params"]
-        if not seen:
-            parameters[0].grad.fill_(math.inf)
-        unscale(scaler, optimizer)
-        seen.append(torch.cat([p.grad.flatten() for p in parameters]).norm())
-
-    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", watched)
-    flags = ["--dtype=float16", "--optimizer=adamw", "--max_iters=3", *STILL]
-    train(*flags, cwd=here)
-    assert not seen[0].isfinite() and seen[1] > 0 and seen[1].isfinite() and seen[2].isfinite()
+    change = after_backward("if step == 0: model.wte.weight.grad[0] = math.inf")
+    flags = ["--dtype=float16", "--optimizer=adamw", "--max_iters=3", "--log_interval=1", *STILL]
+    first, *others = (entry["norm"] for entry in train(*flags, cwd=here, changes=[change]))
+    assert first is None and all(0 < norm < math.inf for norm in others)
 
 
-@pytest.mark.parametrize("one", ["AdamW", "Muon"])
-def test_an_overflow_in_one_optimizer_alone_skips_both(trained, here, monkeypatch, one, train_here):
-    unscale = torch.amp.GradScaler.unscale_
-
-    def overflowing(scaler, optimizer):
-        if type(optimizer).__name__ == one:
-            optimizer.param_groups[0]["params"][0].grad.fill_(math.inf)
-        unscale(scaler, optimizer)
-
-    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", overflowing)
+@pytest.mark.parametrize("one", [0, 1])
+def test_an_overflow_in_one_optimizer_alone_skips_both(trained, here, one):
+    """So the run ends with the weights of the checkpoint that it starts from."""
+    change = after_backward(f"optimizers[{one}].param_groups[0]['params'][0].grad[0] = math.inf")
     start = trained / "out" / "mine" / "checkpoint-20"
     flags = ["--dtype=float16", "--optimizer=muon", "--max_iters=1", f"--init_from={start}"]
-    assert train(*flags, cwd=here)[0]["norm"] is None  # infinite
+    assert train(*flags, cwd=here, changes=[change])[0]["norm"] is None  # infinite
     before, after = weights(trained / "out" / "mine"), weights(here / "out" / "mine", 1)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_seed_decides_initialisation_dropout_and_samples(here, monkeypatch, train_here):
-    """No seed of a random number is used in both runs."""
-    drawn, seed = [], torch.manual_seed
-    monkeypatch.setattr("torch.manual_seed", lambda n: drawn[-1].add(n) or seed(n))
-    monkeypatch.setattr("train.Report.sample", lambda *args: drawn[-1].add(("sample", args[-1])))
-    for n in (1, 5):
-        drawn.append(set())
-        train(f"--seed={n}", "--overwrite", cwd=here)
-    assert not drawn[0] & drawn[1]
-    assert len(drawn[0]) == len(drawn[1]) == 1 + 20 + 2
+def test_a_seed_decides_initialisation_dropout_and_samples(trained, here):
+    """Two seeds have no weight, loss of a step or sample in common."""
+    flags = [*one_sequence(here), "--dropout=0.5", f"--init_from={trained}/out/mine"]
+    results = []
+    for seed in (1, 5):
+        process = run_here("train.py", *MINE, *flags, f"--seed={seed}", cwd=here)
+        losses = [entry["loss"] for entry in read_log(here / "out/mine") if "loss" in entry]
+        samples = re.findall("sample: .*", process.stdout.decode())
+        initial = set_up_tiny(seed=seed)[0].wte.weight[0, :1].tolist()
+        results.append({*losses, *samples, *initial})
+    assert not results[0] & results[1]
+    assert len(results[0]) == len(results[1]) == 20 + 2 + 1
 
 
-@pytest.mark.parametrize(
-    "dtype, its", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")]
-)
-def test_muon_computes_in_bfloat16_where_matmuls_do(dtype, its, here, monkeypatch, train_here):
-    def tell(groups, dtype, **options):
-        raise UserError(f"in {dtype}")
-
-    monkeypatch.setattr("train.Muon", tell)
-    process = run_here("train.py", *MINE, "--optimizer=muon", f"--dtype={dtype}", cwd=here)
-    assert f"in torch.{its}\n" in process.stderr.decode()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_muon_computes_in_bfloat16_where_matmuls_do(dtype):
+    muon = set_up_tiny(dtype=dtype)[2][1]
+    assert muon.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
 
 
-def test_every_step_and_micro_batch_drops_other_places(here, train_here):
-    """One sequence, always the same, and weights that stay: only dropout makes losses differ."""
-    tokens = np.load(here / "data" / "mine" / "train-00000.npy")[:17]
-    np.save(here / "data" / "mine" / "train-00000.npy", tokens)
-    meta = json.loads((here / "data/mine/meta.json").read_text())
-    meta["train"]["tokens"] = 17
-    (here / "data/mine/meta.json").write_text(json.dumps(meta))
-    flags = [*STILL, "--batch_size=1", "--log_interval=1", "--max_iters=8", "--overwrite"]
+def test_every_step_and_micro_batch_drops_other_places(here):
+    flags = [*one_sequence(here), "--max_iters=8"]
     none, dropout, parts = (
-        [entry["loss"] for entry in train(*flags, *more, cwd=here) if "loss" in entry]
+        [entry["loss"] for entry in train(*flags, *more, cwd=here)]
         for more in ([], ["--dropout=0.5"], ["--dropout=0.5", "--gradient_accumulation_steps=2"])
     )
     assert len(set(none)) == 1 and len(set(dropout)) == 8
     assert set(parts).isdisjoint(dropout)  # a mean of two that differ
 
 
-def test_deterministic_algorithms_are_on_until_the_end(here, monkeypatch, train_here):
+def test_deterministic_algorithms_are_on_until_the_end(here):
     """Also after the sample of the first evaluation, which is drawn without them."""
-    seen, are_on = [], torch.are_deterministic_algorithms_enabled
-    monkeypatch.setattr("train.evaluation.evaluate", lambda *_: seen.append(are_on()) or RESULT)
-    process = run_here("train.py", *MINE, "--deterministic", cwd=here)
+    change = after_backward("assert torch.are_deterministic_algorithms_enabled()")
+    assert train("--deterministic", cwd=here, changes=[change])[-1]["step"] == 20
     torch.use_deterministic_algorithms(False)
-    assert process.returncode == 0 and seen == [True, True], process.stderr
 
 
-def test_activations_are_recomputed_only_if_asked_and_change_no_result(
-    here, monkeypatch, train_here
-):
-    blocks, found = [], []
-
-    def watched(*arguments, **options):
-        blocks.append(arguments)
-        return checkpoint(*arguments, **options)
-
-    monkeypatch.setattr("gptling.processes.checkpoint", watched)
-    for asked in ([], ["--recompute"]):
-        assert not blocks
-        train(*asked, "--overwrite", cwd=here)
-        found.append(weights(here / "out" / "mine"))
-    assert blocks
-    assert_close(*found)
+def test_activations_are_recomputed_only_if_asked_and_change_no_gradient():
+    passes, gradients = [], []
+    for recompute in (False, True):
+        model, forward, _ = set_up_tiny(recompute=recompute, dropout=0.5)
+        model.h[1].attn.register_forward_hook(lambda *_, on=recompute: passes.append(on))
+        forward(torch.arange(16)[None] % 2, torch.arange(16)[None] // 8)[1].backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert passes == [False, True, True]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.slow
@@ -391,7 +379,8 @@ def test_compiling_changes_no_result(here):
         flags = [*MINE, *more, f"--compile={compile}", f"--out_dir={name}"]
         output_of("train.py", *flags, cwd=here, **cache)
     assert list(here.glob("**/*.so"))  # it was compiled
-    assert_close(weights(here / "plain", 4), weights(here / "compiled", 4))
+    plain, compiled = weights(here / "plain", 4), weights(here / "compiled", 4)
+    torch.testing.assert_close(plain, compiled, rtol=1e-3, atol=1e-4)
 
 
 def test_a_padded_vocabulary_draws_real_tokens_only(here):
@@ -403,13 +392,6 @@ def test_a_padded_vocabulary_draws_real_tokens_only(here):
     assert load(GPT, checkpoint).config.vocab_size == 128
     text = output_of("sample.py", checkpoint, "--temperature=5", "--top_k=0", cwd=here)
     assert len(text) == 501
-
-
-def test_training_starts_from_a_checkpoint(trained, here):
-    start = trained / "out" / "mine" / "checkpoint-20"
-    output_of("train.py", *MINE, f"--init_from={start}", *STILL, "--max_iters=1", cwd=here)
-    before = read_log(trained / "out" / "mine")[-1]["val_loss"]
-    assert read_log(here / "out" / "mine")[-1]["val_loss"] == pytest.approx(before, abs=1e-5)
 
 
 # ---------------------------------------------------------------- --eval_only, the quick start
@@ -430,10 +412,9 @@ def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     assert (contents(trained), write_times(trained)) == before
 
 
-def test_quick_start_prepares_its_corpus(tmp_path, train_here, monkeypatch):
+def test_quick_start_prepares_its_corpus(tmp_path, monkeypatch):
     """A package of Python's library stands for all of it."""
-    library = SimpleNamespace(get_path=lambda _: json.__path__[0])
-    monkeypatch.setattr("gptling.corpus.sysconfig", library)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: json.__path__[0])
     process = run_here("train.py", *TINY, "--max_iters=2", cwd=tmp_path)
     assert process.returncode == 0, process.stderr.decode()
     assert b"data/quickstart" in process.stdout.replace(b"\\", b"/")
