@@ -36,70 +36,78 @@ GPT2 = {  # options in config.json that model.py computes
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-ENCODER_NAMES = {  # of the layers of a block in nn.TransformerEncoderLayer
-    "ln_1": "norm1.",
-    "attn.c_attn": "self_attn.in_proj_",
-    "attn.c_proj": "self_attn.out_proj.",
-    "ln_2": "norm2.",
-    "mlp.c_fc": "linear1.",
-    "mlp.c_proj": "linear2.",
+ENCODER_NAMES = {  # GPT-2's names, and those in nn.TransformerEncoder
+    r"^h\.": "layers.",
+    r"\.ln_1\.": ".norm1.",
+    r"\.attn\.c_attn\.": ".self_attn.in_proj_",
+    r"\.attn\.c_proj\.": ".self_attn.out_proj.",
+    r"\.ln_2\.": ".norm2.",
+    r"\.mlp\.c_fc\.": ".linear1.",
+    r"\.mlp\.c_proj\.": ".linear2.",
+    r"^ln_f\.": "norm.",
 }
 END_OF_TEXT = "<|endoftext|>"
 CHECK = "check.logits"  # beside the tensors of a model that is no GPT-2
 
 
+def swap_conv1d(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Transpose what GPT-2's files have transposed: from their layout to model.py's, or back."""
+    return {n: t.T if n.endswith(CONV1D) else t for n, t in tensors.items()}
+
+
+def load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], assign=False):
+    """Load the tensors that a module has too. Returns the names that are missing, and those that
+    the module lacks. Raises ValueError for another shape."""
+    try:
+        return module.load_state_dict(tensors, strict=False, assign=assign)
+    except RuntimeError as error:  # its message has a line for each tensor
+        raise ValueError(str(error).splitlines()[-1].strip()) from None
+
+
 def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
     """Logits (B, V) after idx (B, T) of the GPT-2 with these published tensors (Radford et al.
-    2019), by PyTorch's own layers. Raises ValueError if a GPT-2 of its sizes has other tensors."""
-    tensors = dict(tensors)  # those that are left
+    2019), by PyTorch's own layers: the independent answer that model.py's is compared with. Raises
+    ValueError if a GPT-2 of its sizes has other tensors."""
     C = config.n_embd
-
-    def take(name, *shape):
-        tensor = tensors.pop(name, None)
-        if tensor is None or (shape and tensor.shape != shape):
-            raise ValueError(f"{name} is not as in a GPT-2")
-        return tensor.T if name.endswith(CONV1D) else tensor
-
+    T = idx.size(1)
     gelu = partial(F.gelu, approximate="tanh")
     options = {"dropout": 0.0, "activation": gelu, "batch_first": True, "norm_first": True}
-    with torch.random.fork_rng(devices=[]):  # of its own weights, which are replaced
+    with torch.device("meta"):  # no memory and no random numbers for weights that are replaced
         block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
-    mask = nn.Transformer.generate_square_subsequent_mask(idx.size(1), device=idx.device)
-    wte = take("wte.weight", config.vocab_size, C)
-    wpe = take("wpe.weight", config.block_size, C)
-    x = wte[idx] + wpe[: idx.size(1)]  # (B, T, C)
-    for i in range(config.n_layer):
-        state = {}
-        for name, pytorchs in ENCODER_NAMES.items():
-            state[f"{pytorchs}weight"] = take(f"h.{i}.{name}.weight")
-            state[f"{pytorchs}bias"] = take(f"h.{i}.{name}.bias")
-        try:
-            block.load_state_dict(state, assign=True)
-        except RuntimeError as error:
-            raise ValueError(str(error).splitlines()[-1].strip()) from None
-        x = block(x, mask, is_causal=True)
-    x = F.layer_norm(x[:, -1], (C,), take("ln_f.weight", C), take("ln_f.bias", C))
-    if tensors:
-        raise ValueError(f"a GPT-2 has no {min(tensors)}")
-    return x @ wte.T
+        norm = nn.LayerNorm(C)
+        gpt2 = nn.TransformerEncoder(block, config.n_layer, norm, enable_nested_tensor=False)
+        gpt2.wte = nn.Embedding(config.vocab_size, C)
+        gpt2.wpe = nn.Embedding(config.block_size, C)
+    state = {}
+    for name, tensor in swap_conv1d(tensors).items():
+        for pattern, replacement in ENCODER_NAMES.items():
+            name = re.sub(pattern, replacement, name)
+        state[name] = tensor
+    missing, unexpected = load_tensors(gpt2, state, assign=True)
+    if unexpected:
+        raise ValueError(f"a GPT-2 has no {min(unexpected)}")
+    if missing:
+        raise ValueError(f"a GPT-2 also has {min(missing)}")
+    mask = nn.Transformer.generate_square_subsequent_mask(T, device=idx.device)
+    x = gpt2.wte(idx) + gpt2.wpe.weight[:T]  # (B, T, C)
+    x = gpt2(x, mask, is_causal=True)
+    return x[:, -1] @ gpt2.wte.weight.T
+
+
+def distinct_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict with shared tensors once, under their first names."""
+    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
 def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict in the published layout, with shared tensors once, under their first names,
-    and with zeros for the biases that a GPT-2 has and the model lacks."""
-    names = {}
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
-        names.setdefault(tensor, name)
-    tensors = {}
-    for tensor, name in names.items():
-        tensor = tensor.detach()
-        tensors[name] = tensor.T if name.endswith(CONV1D) else tensor
-        if re.match(r"(h\.|ln).*\.weight$", name):
-            bias = name.removesuffix("weight") + "bias"
-            if bias not in state:
-                tensors[bias] = tensor.new_zeros(tensors[name].size(-1))
-    return tensors
+    """The distinct tensors in the published layout, with zeros for the biases that a GPT-2 has and
+    the model lacks."""
+    tensors = distinct_tensors(model)
+    for name, weight in [*tensors.items()]:
+        if layer := re.fullmatch(r"((h|ln).*\.)weight", name):
+            tensors.setdefault(f"{layer[1]}bias", weight.new_zeros(weight.shape[:1]))
+    return swap_conv1d(tensors)
 
 
 def same(logits: torch.Tensor, expected: torch.Tensor, tolerance=1e-4) -> bool:
@@ -199,19 +207,11 @@ def read(directory: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     return stored, tensors
 
 
-def fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
-    """Copy published tensors into the model. Returns the names that only one of the two has, with
-    an asterisk for each number. Raises ValueError for another shape."""
-    state = {n: t.T if n.endswith(CONV1D) else t for n, t in tensors.items()}
-    try:
-        missing, unexpected = model.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # with a line for each tensor
-        raise ValueError(str(error).splitlines()[-1].strip()) from None
-    own = published_tensors(model).keys()  # of shared tensors the first names
-    only_in_model = own & set(missing)
-    not_loaded = (tensors.keys() - own) | set(unexpected)
-    only_in_file = {name for name in not_loaded if tensors[name].any()}  # biases of 0 do nothing
-    differing = only_in_model | only_in_file
+def differing_names(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
+    """The names of tensors that only the model or the file has, with an asterisk for each number.
+    Zeros in the file do not count: they are biases that a model without them lacks."""
+    own = distinct_tensors(model).keys()
+    differing = [n for n in own ^ tensors.keys() if n in own or tensors[n].any()]
     return ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in differing}))
 
 
@@ -224,8 +224,8 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     check = tensors.pop(CHECK, None)
     config = stored_config(model_class, stored)
     model = model_class(replace(config, **changes))
-    differing = fill(model, tensors)
-
+    load_tensors(model, swap_conv1d(tensors))
+    differing = differing_names(model, tensors)
     reason, logits = why_not_gpt2(model, tensors, config)
     unchanged = (reason == "") if check is None else same(logits, check)
     said = f"tensors in only one: {differing or 'none'}; "
