@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from gptling.devices import use_float32_attention
-from gptling.gpt2_format import same
+from gptling.gpt2_format import nearly_equal
 
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay: narrower models stay in the cache
 
@@ -34,8 +34,6 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
 
 def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
     weight = next(model.parameters())
-    if compile and not weight.is_cuda:
-        print("--compile has no effect on a CPU: it is for CUDA", file=sys.stderr)
     shared = [*model.parameters(), *model.buffers()]
     fast = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     if weight.is_cuda:
@@ -58,7 +56,7 @@ def same_logits(fast: nn.Module, model: nn.Module, rows: int) -> bool:
     for new in tokens.split(max(1, T - 1), dim=1):
         logits = fast.next_logits(new, None, cache)
     # Rounding makes less, another formula mostly more.
-    return same(logits, expected, tolerance=1e-3 if weight.dtype == torch.float32 else 0.2)
+    return nearly_equal(logits, expected, tolerance=1e-3 if weight.dtype == torch.float32 else 0.2)
 
 
 def use_onednn(model: nn.Module):
@@ -99,16 +97,16 @@ class GraphedStep:
     def __init__(self, plain, compile: bool):
         self.plain = plain
         self.compile = compile
-        # The graph's input, once there is a graph: idx (B, 1), slot (1,), visible (B, block_size),
-        # static, a StaticCache for each layer. Its output: logits (B, V).
-        self.idx = None
+        # The graph's input: idx (B, 1), slot (1,), visible (B, block_size), static, which is a
+        # StaticCache for each layer. Its output: logits (B, V).
+        self.idx = torch.empty(0)  # no graph yet
         self.cache = None  # of the text being drawn, whose memory is that of `static`
 
-    def __call__(self, idx, padding_mask=None, cache=None):
-        past = cache[0].length if cache else 0
+    def __call__(self, idx, padding_mask, cache):
+        past = cache[0].length
         if past == 0 or idx.size(1) > 1:
             return self.plain(idx, padding_mask, cache)
-        if self.idx is None or self.idx.shape != idx.shape:
+        if self.idx.shape != idx.shape:
             self.capture(idx, cache)
         if cache is not self.cache:
             self.begin_text(past, padding_mask, cache)
@@ -153,8 +151,9 @@ class GraphedStep:
 
 
 class Sample:
-    """A text as it is drawn. `unprinted` has whole characters, and nothing from a stop text on: of
-    the stop text "END" the letters "EN" are held until the next one decides."""
+    """A text as it is drawn. `unprinted` has whole characters up to a stop text. With the stop text
+    "END", the letters "EN" are held until the next one decides. A stop text that was found stays
+    held: it is found again, so that nothing follows it."""
 
     def __init__(self, prompt: str, ids: list[int], stop: tuple[str, ...] = ()):
         self.ids = list(ids)
@@ -166,18 +165,17 @@ class Sample:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int, tokenizer):
-        """Add the next token. A special token ends the text."""
-        if not self.ended:
-            self.ids.append(token)
-            if token in tokenizer._special_tokens.values():
-                self.feed(b"", final=True)
-            else:
-                self.feed(tokenizer.decode_single_token_bytes(token))
-
-    def feed(self, raw: bytes, final: bool = False):
-        """Add the next bytes, all that there are if `final`. Nothing follows the end."""
+        """Add the next token, unless the text has ended. A special token ends it."""
         if self.ended:
             return
+        self.ids.append(token)
+        if token in tokenizer._special_tokens.values():
+            self.feed(b"", final=True)
+        else:
+            self.feed(tokenizer.decode_single_token_bytes(token))
+
+    def feed(self, raw: bytes, final: bool = False):
+        """Add the next bytes. final: no more follow."""
         text = self.held + self.decoder.decode(raw, final)
         ends = [text.find(stop) for stop in self.stop if stop in text]
         self.ended = final or bool(ends)
@@ -186,14 +184,3 @@ class Sample:
         end = min(ends, default=safe)
         self.unprinted += text[:end]
         self.held = text[end:]
-
-
-def print_in_order(waiting: list[Sample]):
-    """Print what is new of the first sample. If it has ended, take it and print the one after."""
-    while waiting:
-        print(waiting[0].unprinted, end="", flush=True)
-        waiting[0].unprinted = ""
-        if not waiting[0].ended:
-            return
-        del waiting[0]
-        print("\n---" if waiting else "", flush=True)

@@ -47,15 +47,16 @@ ENCODER_NAMES = {  # GPT-2's names, and those in nn.TransformerEncoder
     r"^ln_f\.": "norm.",
 }
 END_OF_TEXT = "<|endoftext|>"
+Tensors = dict[str, torch.Tensor]  # a state dict
 CHECK = "check.logits"  # beside the tensors of a model that is no GPT-2
 
 
-def swap_conv1d(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def swap_conv1d(tensors: Tensors) -> Tensors:
     """Transpose what GPT-2's files have transposed: from their layout to model.py's, or back."""
     return {n: t.T if n.endswith(CONV1D) else t for n, t in tensors.items()}
 
 
-def load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], assign=False):
+def load_tensors(module: nn.Module, tensors: Tensors, assign=False):
     """Load the tensors that a module has too. Returns the names that are missing, and those that
     the module lacks. Raises ValueError for another shape."""
     try:
@@ -64,14 +65,14 @@ def load_tensors(module: nn.Module, tensors: dict[str, torch.Tensor], assign=Fal
         raise ValueError(str(error).splitlines()[-1].strip()) from None
 
 
-def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
+def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
     """Logits (B, V) after idx (B, T) of the GPT-2 with these published tensors (Radford et al.
     2019), by PyTorch's own layers: the independent answer that model.py's is compared with. Raises
     ValueError if a GPT-2 of its sizes has other tensors."""
     C = config.n_embd
     T = idx.size(1)
-    gelu = partial(F.gelu, approximate="tanh")
-    options = {"dropout": 0.0, "activation": gelu, "batch_first": True, "norm_first": True}
+    options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+    options["activation"] = partial(F.gelu, approximate="tanh")
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced
         block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
         norm = nn.LayerNorm(C)
@@ -94,13 +95,13 @@ def gpt2_logits(tensors: dict[str, torch.Tensor], config, idx) -> torch.Tensor:
     return x[:, -1] @ gpt2.wte.weight.T
 
 
-def distinct_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def distinct_tensors(model: nn.Module) -> Tensors:
     """The state dict with shared tensors once, under their first names."""
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
-def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def published_tensors(model: nn.Module) -> Tensors:
     """The distinct tensors in the published layout, with zeros for the biases that a GPT-2 has and
     the model lacks."""
     tensors = distinct_tensors(model)
@@ -110,9 +111,9 @@ def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return swap_conv1d(tensors)
 
 
-def same(logits: torch.Tensor, expected: torch.Tensor, tolerance=1e-4) -> bool:
-    """Whether they differ by rounding only, as a share of the spread of the finite logits. The two
-    forms of GELU differ by more than 1e-4."""
+def nearly_equal(logits: torch.Tensor, expected: torch.Tensor, tolerance=1e-4) -> bool:
+    """Whether logits differ by rounding only: by less than this share of the spread of the finite
+    ones. The two forms of GELU differ by more than 1e-4."""
     if logits.shape != expected.shape:
         return False
     spread = expected.nan_to_num(0, 0, 0).std(correction=0).item()
@@ -131,7 +132,7 @@ def why_not_gpt2(model, tensors: dict, config) -> tuple[str, torch.Tensor]:
     torch.set_float32_matmul_precision("highest")
     logits = model(idx, last_only=True)[0][0, -1]  # (V,)
     try:
-        gpt2 = same(logits, gpt2_logits(tensors, config, idx)[0])
+        gpt2 = nearly_equal(logits, gpt2_logits(tensors, config, idx)[0])
         reason = "" if gpt2 else "a GPT-2 with these weights has other logits"
     except ValueError as error:
         reason = str(error)
@@ -193,7 +194,7 @@ def stored_config(model_class: type, stored: dict):
     return model_class.config_class(**sizes)
 
 
-def read(directory: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+def read_files(directory: Path) -> tuple[dict, Tensors]:
     """What config.json has, and the tensors by their published names. Raises ValueError for another
     GPT-2 than model.py's."""
     stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -202,12 +203,15 @@ def read(directory: Path) -> tuple[dict, dict[str, torch.Tensor]]:
         other = {key: value for key, value in stored.items() if value != GPT2.get(key, value)}
         if other:
             raise ValueError(f"config.json has {other}, which model.py does not compute")
-        kept = {n: t.float() for n, t in tensors.items() if not n.endswith(REDUNDANT)}
-        tensors = {n.removeprefix("transformer."): t for n, t in kept.items()}
+        tensors = {
+            name.removeprefix("transformer."): tensor.float()
+            for name, tensor in tensors.items()
+            if not name.endswith(REDUNDANT)
+        }
     return stored, tensors
 
 
-def differing_names(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
+def differing_names(model: nn.Module, tensors: Tensors) -> str:
     """The names of tensors that only the model or the file has, with an asterisk for each number.
     Zeros in the file do not count: they are biases that a model without them lacks."""
     own = distinct_tensors(model).keys()
@@ -220,14 +224,14 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     changes: fields of its config to change, such as dropout=0.1. Prints the tensors that only the
     model or the file has. Raises ValueError for other shapes or options and, unless allow_changed,
     for other logits."""
-    stored, tensors = read(Path(directory))
+    stored, tensors = read_files(Path(directory))
     check = tensors.pop(CHECK, None)
     config = stored_config(model_class, stored)
     model = model_class(replace(config, **changes))
     load_tensors(model, swap_conv1d(tensors))
     differing = differing_names(model, tensors)
     reason, logits = why_not_gpt2(model, tensors, config)
-    unchanged = (reason == "") if check is None else same(logits, check)
+    unchanged = (reason == "") if check is None else nearly_equal(logits, check)
     said = f"tensors in only one: {differing or 'none'}; "
     said += f"logits: {'same' if unchanged else 'other'}"
     if not unchanged and not allow_changed:
