@@ -39,17 +39,16 @@ def mentions(error: Exception, pattern: str) -> bool:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error of Python's or PyTorch's, on any device, is a lack of memory."""
-    messages = "MemoryError|out of memory|not enough memory|can't allocate memory|_ALLOC_FAILED"
-    return mentions(error, messages)
+    words = "MemoryError|out of memory|not enough memory|can't allocate memory|_ALLOC_FAILED"
+    return mentions(error, words)
 
 
 def describe(error: Exception) -> str:
     """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
     if re.match("No module named '(datasets|pyarrow)", str(error)):
         return f"{error}: pip install -e '.[datasets]'"
-    known = UserError | ModuleNotFoundError | UnicodeError
-    file_name = getattr(error, "filename", None)  # an OSError's
-    if isinstance(error, known) or file_name:
+    is_mistake = isinstance(error, UserError | ModuleNotFoundError | UnicodeError)
+    if is_mistake or getattr(error, "filename", None):  # an OSError's
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
@@ -87,10 +86,9 @@ def launch(main: Callable[[], int | None]):
 def progress_bar(total: int, **options) -> tqdm:
     """Return a bar on standard output. In a file, and under torchrun, it shows nothing."""
     tqdm.monitor_interval = 0  # no thread, which would wait for a lock that Ctrl-C leaves held
-    hidden = True if "WORLD_SIZE" in os.environ else None  # None: unless in a terminal
+    hidden = "WORLD_SIZE" in os.environ or None  # None: hidden unless in a terminal
     options |= {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "disable": hidden}
-    options["delay"] = 1e-9  # the first update draws it
-    return tqdm(total=total, **options)
+    return tqdm(total=total, delay=1e-9, **options)  # the delay: the first update draws it
 
 
 def load_config(cls: type, description: str, argv: list[str] | None = None, *, presets=False):
@@ -98,16 +96,15 @@ def load_config(cls: type, description: str, argv: list[str] | None = None, *, p
     the last one first. presets: the words before the first flag are. Raises UserError."""
     words = list(sys.argv[1:] if argv is None else argv)
     hints = get_type_hints(cls)
-    settings = []  # (name, value) of all presets
-    while presets and words and words[0][:1] != "-":
-        settings += read_preset(words.pop(0)).items()
-    words = [f"--{name}={value}" for name, value in settings] + words
-    given = []  # names, the last one first
+    flags = []  # the settings of presets
+    while presets and words and not words[0].startswith("-"):
+        flags += [f"--{name}={value}" for name, value in read_preset(words.pop(0)).items()]
+    fields = []
     args = []
-    for word, following in pairwise([*words, ""]):
-        name, arg = parse_flag(word, following, hints)
-        given.insert(0, name)
-        is_unknown = name and name not in hints  # tyro finds a similar one, without its value
+    for word, following in pairwise([*flags, *words, ""]):
+        field, arg = parse_flag(word, following, hints)
+        fields.append(field)
+        is_unknown = field and field not in hints  # tyro finds a similar one, without its value
         args += arg.split("=", 1) if is_unknown else [arg]
     config = tyro.cli(
         cls,
@@ -120,18 +117,15 @@ def load_config(cls: type, description: str, argv: list[str] | None = None, *, p
             tyro.conf.FlagConversionOff,
         ),
     )
-    return config, {name: getattr(config, name) for name in given if name in hints}
+    return config, {name: getattr(config, name) for name in reversed(fields) if name in hints}
 
 
 def read_preset(name: str) -> dict[str, Any]:
     """Return the settings of a preset. config/NAME.toml is found from any directory."""
     if not name.endswith(".toml"):
-        hint = f"python prepare.py {name} reads a text and prints the next command"
-        if Path("data", name, "meta.json").is_file():
-            hint = f"--dataset={name} trains on that text"
-        elif Path(name, "log.jsonl").is_file():
-            hint = f"--out_dir={name} --resume continues that run"
-        raise UserError(f"{name} is no preset: {hint}")
+        ways = f"python prepare.py {name} reads a text, --dataset={name} trains on prepared data"
+        ways += f", --out_dir={name} --resume continues a run"
+        raise UserError(f"{name} is no preset: {ways}")
     file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
@@ -144,10 +138,10 @@ def parse_flag(word: str, following: str, hints: dict[str, Any]) -> tuple[str, s
     "--curves=False" for --no-curves, "width" and "--width" for --width. following: the next word.
     """
     name, equals, _ = word.partition("=")
-    field = name.lstrip("-").replace("-", "_") if name[:2] == "--" else ""
+    field = name[2:].replace("-", "_") if name.startswith("--") else ""
     positive = field.removeprefix("no_")
-    is_bare = not equals and following not in ("True", "False")
-    if hints.get(positive) is bool and is_bare:
+    has_value = equals or following in ("True", "False")
+    if hints.get(positive) is bool and not has_value:
         return positive, f"--{positive}={field == positive}"
     return field, word
 
