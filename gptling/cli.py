@@ -4,6 +4,7 @@ A field `top_k: int = 200  # help` is the flag `--top_k=200`, and `resume: bool`
 `--no-resume` or `--resume=True`. A preset is a flat TOML file: defaults < presets < flags."""
 
 import gc
+import math
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from gptling.files import UserError as UserError  # re-exported
 
 CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
-Share = Annotated[float, "at most 1"]
+Share = Annotated[float, "at least 0 and at most 1"]
 AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
 Fixed = Annotated[T, "fixed"]  # a flag that changes the value would make it a different run
@@ -126,7 +127,9 @@ def read_preset(name: str) -> dict[str, Any]:
         ways = f"python prepare.py {name} reads a text, --dataset={name} trains on prepared data"
         ways += f", --out_dir={name} --resume continues a run"
         raise UserError(f"{name} is no preset: {ways}")
-    file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
+    file = CONFIG.parent / name
+    if not file.is_file():
+        file = Path(name)
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
@@ -153,11 +156,11 @@ def marked_fields(cls: type, mark: str) -> set[str]:
 
 
 def check_numbers(config: Any):
-    """Raise ValueError for a number that is negative or NaN, a PositiveInt of 0, a Share over 1."""
+    """Raise ValueError for a number that is NaN, or outside the bounds that the field's annotation
+    says, as PositiveInt does. Without them, a number is at least 0."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
-        lowest = next((n for n in (1, -1) if f"at least {n}" in str(hint)), 0)
-        if isinstance(value, int | float) and not value >= lowest:  # which NaN is not, either
-            raise ValueError(f"--{name}={value}: must be at least {lowest}")
-        if "at most 1" in str(hint) and (value or 0) > 1:
-            raise ValueError(f"--{name}={value}: must be at most 1")
+        bounds = re.search(r"at least (-?\d)( and at most (\d))?", f"{hint}, at least 0")
+        highest = float(bounds[3] or math.inf)
+        if isinstance(value, int | float) and not int(bounds[1]) <= value <= highest:
+            raise ValueError(f"--{name}={value}: must be {bounds[0]}")

@@ -9,7 +9,6 @@ Presets and flags after -- are for train.py on all sides. A patch may add its ow
 
 import hashlib
 import json
-import math
 import os
 import re
 import shlex
@@ -133,7 +132,7 @@ def steps_in_the_same_time(logs: list, first: list, n_steps: int) -> list[int]:
     seed has its own ratio of times, so that the interval covers their spread."""
     pairs = zip(logs, first, strict=True)
     ratios = [step_time(base) / step_time(log) for log, base in pairs]
-    return [max(1, round(n_steps * ratio)) for ratio in ratios]
+    return [round(n_steps * ratio) for ratio in ratios]
 
 
 def judge(differences: list[float]) -> str:
@@ -143,7 +142,7 @@ def judge(differences: list[float]) -> str:
     if n == 1:
         return f"{difference:+.4f} bits per byte with one seed, which cannot say if that is luck"
     quantile = T_QUANTILES[: n - 1][-1]  # for more than ten seeds the interval is too wide
-    half = quantile * stdev(differences) / math.sqrt(n)
+    half = quantile * stdev(differences) / n**0.5
     size = abs(difference)
     if size <= half:
         interval = f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte"
@@ -178,7 +177,8 @@ def answer(question: str, steps: dict[Side, list[int]]) -> dict[Side, list]:
 
 def main():
     words = iter(sys.argv[1:])
-    config, _ = load_config(CompareConfig, __doc__, list(takewhile("--".__ne__, words)))
+    own = list(takewhile(lambda word: word != "--", words))
+    config, _ = load_config(CompareConfig, __doc__, own)
     flags = list(words)  # the words after --, for train.py
     OUT.mkdir(parents=True, exist_ok=True)
     _lock = lock_directory(OUT)  # until this process ends

@@ -143,7 +143,7 @@ def why_not_gpt2(model, tensors: dict, config) -> tuple[str, torch.Tensor]:
 
 def token_ids(tokenizer_json: str) -> list[int]:
     """The ids that a tokenizer has, given its tokenizer.json as text."""
-    return [*Tokenizer.from_str(tokenizer_json).get_vocab().values()]
+    return list(Tokenizer.from_str(tokenizer_json).get_vocab().values())
 
 
 def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = None) -> str:
@@ -157,31 +157,27 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     if reason:
         config = {"model_type": "gptling", "architectures": ["GPT"], "not_gpt2": reason}
         tensors[CHECK] = logits
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    weights = directory / "model.safetensors"
-    save_file(tensors, weights, {"format": "pt"})
-
     for name, value in asdict(model.config).items():
         config |= dict.fromkeys(HF_NAMES.get(name, [name]), value)
     end_of_text = None
     if tokenizer_json:
-        end_of_text = save_tokenizer_files(tokenizer_json, directory, config)
+        end_of_text = Tokenizer.from_str(tokenizer_json).token_to_id(END_OF_TEXT)
+        # GPT2Tokenizer, transformers' own choice, would split every text as GPT-2 does.
+        options = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        options["model_max_length"] = model.config.block_size
+        if end_of_text is not None:
+            options |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+        (directory / "tokenizer_config.json").write_text(json.dumps(options, indent=2))
+        (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
     config |= {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    weights.chmod((directory / "config.json").stat().st_mode)  # the umask's, not save_file's
+
+    config_file = directory / "config.json"
+    config_file.write_text(json.dumps(config, indent=2))
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    weights = directory / "model.safetensors"
+    save_file(tensors, weights, {"format": "pt"})
+    weights.chmod(config_file.stat().st_mode)  # save_file lets only its user read the file
     return reason
-
-
-def save_tokenizer_files(tokenizer_json: str, directory: Path, config: dict) -> int | None:
-    """Write tokenizer.json, and what transformers reads beside it. Returns end-of-text's id."""
-    end_of_text = Tokenizer.from_str(tokenizer_json).token_to_id(END_OF_TEXT)
-    names = ("bos_token", "eos_token", "unk_token") if end_of_text is not None else ()
-    options = dict.fromkeys(names, END_OF_TEXT)
-    options["model_max_length"] = config["n_positions"]
-    options["tokenizer_class"] = "PreTrainedTokenizerFast"  # GPT2Tokenizer splits text as GPT-2
-    (directory / "tokenizer_config.json").write_text(json.dumps(options, indent=2))
-    (directory / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
-    return end_of_text
 
 
 def stored_config(model_class: type, stored: dict):
@@ -192,23 +188,6 @@ def stored_config(model_class: type, stored: dict):
         if name in stored:
             sizes[field.name] = stored[name]
     return model_class.config_class(**sizes)
-
-
-def read_files(directory: Path) -> tuple[dict, Tensors]:
-    """What config.json has, and the tensors by their published names. Raises ValueError for another
-    GPT-2 than model.py's."""
-    stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    tensors = load_file(directory / "model.safetensors")
-    if stored.get("model_type") != "gptling":
-        other = {key: value for key, value in stored.items() if value != GPT2.get(key, value)}
-        if other:
-            raise ValueError(f"config.json has {other}, which model.py does not compute")
-        tensors = {
-            name.removeprefix("transformer."): tensor.float()
-            for name, tensor in tensors.items()
-            if not name.endswith(REDUNDANT)
-        }
-    return stored, tensors
 
 
 def differing_names(model: nn.Module, tensors: Tensors) -> str:
@@ -224,23 +203,33 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     changes: fields of its config to change, such as dropout=0.1. Prints the tensors that only the
     model or the file has. Raises ValueError for other shapes or options and, unless allow_changed,
     for other logits."""
-    stored, tensors = read_files(Path(directory))
+    directory = Path(directory)
+    stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(directory / "model.safetensors")
     check = tensors.pop(CHECK, None)
+    if stored.get("model_type") != "gptling":
+        other = {key: value for key, value in stored.items() if value != GPT2.get(key, value)}
+        if other:
+            raise ValueError(f"config.json has {other}, which model.py does not compute")
+        tensors = {
+            name.removeprefix("transformer."): tensor.float()
+            for name, tensor in tensors.items()
+            if not name.endswith(REDUNDANT)
+        }
     config = stored_config(model_class, stored)
     model = model_class(replace(config, **changes))
     load_tensors(model, swap_conv1d(tensors))
     differing = differing_names(model, tensors)
     reason, logits = why_not_gpt2(model, tensors, config)
     unchanged = (reason == "") if check is None else nearly_equal(logits, check)
-    said = f"tensors in only one: {differing or 'none'}; "
-    said += f"logits: {'same' if unchanged else 'other'}"
+    said = f"tensors in only one: {differing or 'none'}; logits: {'same' if unchanged else 'other'}"
     if not unchanged and not allow_changed:
         remedy = "undo your edit, or continue training with train.py --allow_changed_model"
         raise ValueError(f"model.py computes something else than that model ({said}): {remedy}")
     if differing or allow_changed:
         print(f"{directory}: {said}")
 
-    tokenizer = Path(directory, "tokenizer.json")
+    tokenizer = directory / "tokenizer.json"
     if tokenizer.is_file():
         model.restrict_to_tokens(token_ids(tokenizer.read_text(encoding="utf-8")))
     return model.eval()

@@ -16,8 +16,7 @@ HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distil
 def find_checkpoint(path: str | Path = "") -> Path:
     """The checkpoint that `path` names: a checkpoint, a run's best one, its last one if the run was
     stopped, or a GPT-2 of the hub. Without a path it is the newest run. Raises UserError."""
-    runs = [run for run in Path("out").glob("*") if list_checkpoints(run)]
-    runs.sort(key=os.path.getmtime)
+    runs = sorted(filter(list_checkpoints, Path("out").glob("*")), key=os.path.getmtime)
     if not (path or runs):
         raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
     path = Path(path or runs[-1]).expanduser()
