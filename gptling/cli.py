@@ -4,7 +4,6 @@ A field `top_k: int = 200  # help` is the flag `--top_k=200`, and `resume: bool`
 `--no-resume` or `--resume=True`. A preset is a flat TOML file: defaults < presets < flags."""
 
 import gc
-import math
 import os
 import re
 import signal
@@ -124,9 +123,10 @@ def load_config(cls: type, description: str, argv: list[str] | None = None, *, p
 def read_preset(name: str) -> dict[str, Any]:
     """Return the settings of a preset. config/NAME.toml is found from any directory."""
     if not name.endswith(".toml"):
-        ways = f"python prepare.py {name} reads a text, --dataset={name} trains on prepared data"
-        ways += f", --out_dir={name} --resume continues a run"
-        raise UserError(f"{name} is no preset: {ways}")
+        raise UserError(
+            f"{name} is no preset: python prepare.py {name} reads a text, "
+            f"--dataset={name} trains on prepared data, --out_dir={name} --resume continues a run"
+        )
     file = CONFIG.parent / name
     if not file.is_file():
         file = Path(name)
@@ -161,6 +161,6 @@ def check_numbers(config: Any):
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         bounds = re.search(r"at least (-?\d)( and at most (\d))?", f"{hint}, at least 0")
-        highest = float(bounds[3] or math.inf)
+        highest = float(bounds[3] or "inf")
         if isinstance(value, int | float) and not int(bounds[1]) <= value <= highest:
             raise ValueError(f"--{name}={value}: must be {bounds[0]}")

@@ -9,6 +9,7 @@ Presets and flags after -- are for train.py on all sides. A patch may add its ow
 
 import hashlib
 import json
+import operator
 import os
 import re
 import shlex
@@ -46,15 +47,15 @@ class CompareConfig:
 
 
 def execute(*command: str | Path) -> str:
-    """Run a program and return the last line that it prints. If it fails, exit with its last lines.
-    git works on an index in out/compare: yours stays as it is."""
+    """Run a program and return the last line that it prints. If it fails, exit with all its lines.
+    git works on an index in out/compare: yours stays unchanged."""
     env = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.run(command, **pipes, encoding="utf-8", env=env)
+    process = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=env
+    )
     output = process.stdout.strip()
     if process.returncode:
-        end = "\n".join(output.splitlines()[-20:])
-        sys.exit(f"{shlex.join(map(str, command))}:\n{end}")
+        sys.exit(f"{shlex.join(map(str, command))}:\n{output}")
     return output.rpartition("\n")[2]
 
 
@@ -96,29 +97,27 @@ def count_steps(side: Side) -> int:
     return int(execute(sys.executable, script, *side.flags))
 
 
-def read_log(file: Path) -> list[dict]:
-    """Return the entries of a log.jsonl."""
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-
-
-def train(side: Side, seed: int, steps: int) -> list[dict]:
-    """Train by the side's own train.py and return the log. It is kept, and returned again if the
-    code, the flags, the presets and all prepared data are the same."""
+def train(side: Side, seed: int, steps: int) -> dict:
+    """Train by the side's own train.py. Return the last evaluation, with the time of a step in ms.
+    The log is kept, and read again if the code, the flags, the presets and all prepared data are
+    the same."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
     files = [*filter(os.path.isfile, flags), *sorted(glob("data/*/meta.json"))]
     contents = [Path(file).read_bytes() for file in files]
-    key = repr((side.tree, flags, contents))
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    finished = OUT / f"{digest}.jsonl"
-    if not finished.exists():
+    key = repr((side.tree, flags, contents)).encode()
+    finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
+    is_new = not finished.exists()
+    if is_new:
         print(f"seed {seed}: {side.name}, {steps} steps")
         folder = OUT / side.name
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
         shutil.copy(folder / "run" / "log.jsonl", finished)
-        end = read_log(finished)[-1]
-        print(f"    {end['bits_per_byte']:.3f} bits per byte in {end['seconds']:.0f} s")
-    return read_log(finished)
+    log = [json.loads(line) for line in finished.read_text("utf-8").splitlines()]
+    result = log[-1] | {"ms": step_time(log)}
+    if is_new:
+        print(f"    {result['bits_per_byte']:.3f} bits per byte in {result['seconds']:.0f} s")
+    return result
 
 
 def step_time(log: list[dict]) -> float:
@@ -127,11 +126,10 @@ def step_time(log: list[dict]) -> float:
     return mean(times[1:] or times)
 
 
-def steps_in_the_same_time(logs: list, first: list, n_steps: int) -> list[int]:
+def steps_in_the_same_time(runs: list[dict], first: list[dict], n_steps: int) -> list[int]:
     """Return how many steps a side has in the time of n_steps of the first side, seed by seed: each
     seed has its own ratio of times, so that the interval covers their spread."""
-    pairs = zip(logs, first, strict=True)
-    ratios = [step_time(base) / step_time(log) for log, base in pairs]
+    ratios = [base["ms"] / run["ms"] for base, run in zip(first, runs, strict=True)]
     return [round(n_steps * ratio) for ratio in ratios]
 
 
@@ -151,28 +149,32 @@ def judge(differences: list[float]) -> str:
     return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
 
 
-def answer(question: str, steps: dict[Side, list[int]]) -> dict[Side, list]:
+def answer(question: str, steps: dict[Side, list[int]]) -> dict[Side, list[dict]]:
     """Train each side with seed 1, 2, ... for its numbers of steps. Print its mean loss, and how it
-    compares with the first side. Return {side: [log of seed 1, log of seed 2, ...]}."""
-    first, *others = sides = list(steps)
-    logs = {side: [] for side in sides}
+    compares with the first side. Return {side: [result with seed 1, with seed 2, ...]}."""
+    first, *others = order = list(steps)
+    results = {side: [] for side in order}
     for i in range(len(steps[first])):
-        for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
-            logs[side].append(train(side, i + 1, steps[side][i]))
+        for side in order:
+            results[side].append(train(side, i + 1, steps[side][i]))
+        order.reverse()  # a machine that gets slower slows down each side
     losses = {}
-    for side, runs in logs.items():
-        losses[side] = [log[-1]["bits_per_byte"] for log in runs]
-        size = f"{runs[0][-1]['parameters']:,} parameters, {mean(steps[side]):.0f} steps"
-        print(f"{side.name}: {size}, {mean(losses[side]):.3f} bits per byte")
+    for side, runs in results.items():
+        losses[side] = [run["bits_per_byte"] for run in runs]
+        print(
+            f"{side.name}: {runs[0]['parameters']:,} parameters, {mean(steps[side]):.0f} steps, "
+            f"{mean(losses[side]):.3f} bits per byte"
+        )
     for other in others:
-        pairs = zip(losses[first], losses[other], strict=True)
-        verdict = judge([loss - before for before, loss in pairs])
+        differences = list(map(operator.sub, losses[other], losses[first]))
+        verdict = judge(differences)
         for side in (first, other):
-            if not logs[side][0][-1]["is_cross_entropy"]:
-                wrong = f"the loss of {side.name} is not the cross-entropy of its logits"
-                verdict = f"no answer: {wrong}"
+            if not results[side][0]["is_cross_entropy"]:
+                verdict = (
+                    f"no answer: the loss of {side.name} is not the cross-entropy of its logits"
+                )
         print(f"{other.name} against {first.name} {question}: {verdict}")
-    return logs
+    return results
 
 
 def main():
@@ -187,17 +189,19 @@ def main():
     n_steps = count_steps(first)
     runs_per_seed = 2 * len(sides) - 1  # for both questions
     print(f"At most {config.seeds * runs_per_seed} runs. After Ctrl-C the same command continues.")
-    logs = answer(f"after {n_steps} steps", dict.fromkeys(sides, [n_steps] * config.seeds))
+    results = answer(f"after {n_steps} steps", dict.fromkeys(sides, [n_steps] * config.seeds))
 
     question = f"in the time of {n_steps} steps"
     steps = {}
     for side in sides:
-        numbers = steps_in_the_same_time(logs[side], logs[first], n_steps)
+        numbers = steps_in_the_same_time(results[side], results[first], n_steps)
         if max(numbers) <= 1.1 * min(numbers):
             steps[side] = numbers
         else:
-            verdict = f"the times of steps vary too much to say: delete {OUT} and try again"
-            print(f"{side.name} against {first.name} {question}: {verdict}")
+            print(
+                f"{side.name} against {first.name} {question}: "
+                f"the times of steps vary too much to say: delete {OUT} and try again"
+            )
     if len(steps) > 1:
         answer(question, steps)
 

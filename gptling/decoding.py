@@ -38,8 +38,8 @@ def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
     fast = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     if weight.is_cuda:
         fast.next_logits = GraphedStep(fast.next_logits, compile)
-    wide = model.config.n_embd >= WIDE
-    if weight.is_cpu and wide and torch.backends.mkldnn.is_available():
+    is_wide = model.config.n_embd >= WIDE
+    if weight.is_cpu and is_wide and torch.backends.mkldnn.is_available():
         use_onednn(fast)
     if weight.is_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
         fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token

@@ -85,10 +85,8 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
             name = re.sub(pattern, replacement, name)
         state[name] = tensor
     missing, unexpected = load_tensors(gpt2, state, assign=True)
-    if unexpected:
-        raise ValueError(f"a GPT-2 has no {min(unexpected)}")
-    if missing:
-        raise ValueError(f"a GPT-2 also has {min(missing)}")
+    if unexpected or missing:
+        raise ValueError(f"a GPT-2 differs in {min(unexpected or missing)}")
     mask = nn.Transformer.generate_square_subsequent_mask(T, device=idx.device)
     x = gpt2.wte(idx) + gpt2.wpe.weight[:T]  # (B, T, C)
     x = gpt2(x, mask, is_causal=True)
@@ -224,8 +222,10 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     unchanged = (reason == "") if check is None else nearly_equal(logits, check)
     said = f"tensors in only one: {differing or 'none'}; logits: {'same' if unchanged else 'other'}"
     if not unchanged and not allow_changed:
-        remedy = "undo your edit, or continue training with train.py --allow_changed_model"
-        raise ValueError(f"model.py computes something else than that model ({said}): {remedy}")
+        raise ValueError(
+            f"model.py computes something else than that model ({said}): "
+            "undo your edit, or continue training with train.py --allow_changed_model"
+        )
     if differing or allow_changed:
         print(f"{directory}: {said}")
 

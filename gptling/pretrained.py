@@ -27,9 +27,10 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):
-        names = [*map(str, runs)]
-        hint = f'runs: {names}. To continue a text: sample.py --prompt "{path}"'
-        raise UserError(f"{path}: no checkpoint there (a directory with a config.json). {hint}")
+        raise UserError(
+            f"{path}: no checkpoint there (a directory with a config.json). "
+            f'runs: {[*map(str, runs)]}. To continue a text: sample.py --prompt "{path}"'
+        )
     from huggingface_hub import snapshot_download  # tokenizers requires it
 
     files = ["config.json", "model.safetensors", "tokenizer.json"]

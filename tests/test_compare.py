@@ -283,7 +283,7 @@ def test_ctrl_c_ends_the_running_program_too_and_prints_no_traceback(tmp_path):
         os.killpg(process.pid, 0)
 
 
-def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_last_lines(run_compare):
+def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_lines(run_compare):
     Path("my.txt").write_text("not code")
     code, printed, _ = run_compare("--", *FLAGS)
     assert code == 1 and "nothing has changed since the last commit" in printed.err
