@@ -36,15 +36,15 @@ GPT2 = {  # options in config.json that model.py computes
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-ENCODER_NAMES = {  # GPT-2's names, and those in nn.TransformerEncoder
-    r"^h\.": "layers.",
-    r"\.ln_1\.": ".norm1.",
-    r"\.attn\.c_attn\.": ".self_attn.in_proj_",
-    r"\.attn\.c_proj\.": ".self_attn.out_proj.",
-    r"\.ln_2\.": ".norm2.",
-    r"\.mlp\.c_fc\.": ".linear1.",
-    r"\.mlp\.c_proj\.": ".linear2.",
-    r"^ln_f\.": "norm.",
+ENCODER_NAMES = {  # parts of a name in nn.TransformerEncoder, and GPT-2's
+    r"^layers\.": "h.",
+    r"\.norm1\.": ".ln_1.",
+    r"\.self_attn\.in_proj_": ".attn.c_attn.",
+    r"\.self_attn\.out_proj\.": ".attn.c_proj.",
+    r"\.norm2\.": ".ln_2.",
+    r"\.linear1\.": ".mlp.c_fc.",
+    r"\.linear2\.": ".mlp.c_proj.",
+    r"^norm\.": "ln_f.",
 }
 END_OF_TEXT = "<|endoftext|>"
 Tensors = dict[str, torch.Tensor]  # a state dict
@@ -57,10 +57,9 @@ def swap_conv1d(tensors: Tensors) -> Tensors:
 
 
 def load_tensors(module: nn.Module, tensors: Tensors, assign=False):
-    """Load the tensors that a module has too. Returns the names that are missing, and those that
-    the module lacks. Raises ValueError for another shape."""
+    """Load the tensors that a module has too. Raises ValueError for another shape."""
     try:
-        return module.load_state_dict(tensors, strict=False, assign=assign)
+        module.load_state_dict(tensors, strict=False, assign=assign)
     except RuntimeError as error:  # its message has a line for each tensor
         raise ValueError(str(error).splitlines()[-1].strip()) from None
 
@@ -79,14 +78,17 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
         gpt2 = nn.TransformerEncoder(block, config.n_layer, norm, enable_nested_tensor=False)
         gpt2.wte = nn.Embedding(config.vocab_size, C)
         gpt2.wpe = nn.Embedding(config.block_size, C)
-    state = {}
-    for name, tensor in swap_conv1d(tensors).items():
+    names = {}  # GPT-2's names, each with PyTorch's
+    for pytorchs in gpt2.state_dict():
+        name = pytorchs
         for pattern, replacement in ENCODER_NAMES.items():
             name = re.sub(pattern, replacement, name)
-        state[name] = tensor
-    missing, unexpected = load_tensors(gpt2, state, assign=True)
-    if unexpected or missing:
-        raise ValueError(f"a GPT-2 differs in {min(unexpected or missing)}")
+        names[name] = pytorchs
+    differing = names.keys() ^ tensors.keys()
+    if differing:
+        raise ValueError(f"a GPT-2 differs in {min(differing)}")
+    state = {names[name]: tensor for name, tensor in swap_conv1d(tensors).items()}
+    load_tensors(gpt2, state, assign=True)
     mask = nn.Transformer.generate_square_subsequent_mask(T, device=idx.device)
     x = gpt2.wte(idx) + gpt2.wpe.weight[:T]  # (B, T, C)
     x = gpt2(x, mask, is_causal=True)
