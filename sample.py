@@ -53,7 +53,7 @@ class SampleConfig:
         check_numbers(self)
         self.prompt = self.prompt.replace("\\n", "\n")
         self.stop = tuple(text.replace("\\n", "\n") for text in self.stop)
-        next_token_probs(torch.zeros(1, 1), **self.filters())  # raises ValueError for a wrong one
+        next_token_probs(torch.zeros(1, 1), **self.filters())  # checks the values
         ways = [self.prompts, self.interactive, self.prompt or self.explain]
         if sum(map(bool, ways)) > 1:
             hint = "give one of them, without --prompt or --explain"
@@ -149,7 +149,7 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
     while prompt := sys.stdin.readline().rstrip("\r\n"):
         try:
             write_samples(model, tokenizer, make_samples(tokenizer, [prompt], config), config)
-        except UserError as error:  # ends this text, not the conversation
+        except UserError as error:  # a mistake ends one text, not the conversation
             print(error, file=sys.stderr)
         except KeyboardInterrupt:
             print()
@@ -166,7 +166,7 @@ def main():
         # An unknown character is reported before the model is loaded.
         samples = make_samples(tokenizer, read_prompts(config, checkpoint), config)
         model = load_model(GPT, checkpoint)
-    original = copy.deepcopy(model) if config.explain else None  # in float32
+    original = copy.deepcopy(model) if config.explain else None  # a page is computed in float32
     dtype = pick_dtype(config.dtype, config.device, wide=model.config.n_embd >= WIDE)
     cast_parameters(model, getattr(torch, dtype)).to(config.device)
     n = sum(parameter.numel() for parameter in model.parameters())

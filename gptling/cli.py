@@ -21,15 +21,15 @@ from tqdm import tqdm
 from gptling.files import UserError as UserError  # re-exported
 
 CONFIG = Path(__file__).parent.parent / "config"
-PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
+PositiveInt = Annotated[int, "at least 1"]  # check_numbers tests these bounds
 Share = Annotated[float, "at least 0 and at most 1"]
 AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
 Fixed = Annotated[T, "fixed"]  # a flag that changes the value would make it a different run
 Once = Annotated[T, "once"]  # a setting of one start: the run does not keep it
-Hidden = tyro.conf.Suppress  # no flag
+Hidden = tyro.conf.Suppress  # a field without a flag
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
-Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
+Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # a flag without a default in --help
 
 
 def mentions(error: Exception, pattern: str) -> bool:
@@ -44,11 +44,11 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
+    """Return one line for a mistake of the user's or a lack of memory or space, or "" for a bug."""
     if re.match("No module named '(datasets|pyarrow)", str(error)):
         return f"{error}: pip install -e '.[datasets]'"
     is_mistake = isinstance(error, UserError | ModuleNotFoundError | UnicodeError)
-    if is_mistake or getattr(error, "filename", None):  # an OSError's
+    if is_mistake or getattr(error, "filename", None):  # an OSError about a file
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
@@ -62,7 +62,7 @@ def launch(main: Callable[[], int | None]):
     # A fast exit: the last collection need not look through all of PyTorch. Triton is imported
     # later, since its bindings would report frozen objects as leaks.
     gc.freeze()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # after cleaning up
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # IDLE and notebooks have their own kind
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
@@ -71,7 +71,7 @@ def launch(main: Callable[[], int | None]):
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader of `sample.py | head` has had enough
-        os._exit(1)  # without a flush of the rest, which would fail again
+        os._exit(1)  # a normal exit would flush the rest, and fail again
     except Exception as error:
         if not (message := describe(error)):
             raise
@@ -85,15 +85,16 @@ def launch(main: Callable[[], int | None]):
 
 def progress_bar(total: int, **options) -> tqdm:
     """Return a bar on standard output. In a file, and under torchrun, it shows nothing."""
-    tqdm.monitor_interval = 0  # no thread, which would wait for a lock that Ctrl-C leaves held
+    tqdm.monitor_interval = 0  # its thread would wait for a lock that Ctrl-C leaves held
     hidden = "WORLD_SIZE" in os.environ or None  # None: hidden unless in a terminal
     options |= {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "disable": hidden}
     return tqdm(total=total, delay=1e-9, **options)  # the delay: the first update draws it
 
 
 def load_config(cls: type, description: str, argv: list[str] | None = None, *, presets=False):
-    """Return an instance of the dataclass `cls`, and {name: value} of what presets and flags say,
-    the last one first. presets: the words before the first flag are. Raises UserError."""
+    """Return an instance of the dataclass `cls`, and {name: value} of the fields that presets and
+    flags set, the last one first. presets: whether the words before the first flag are presets,
+    whose settings become flags, so that tyro checks them too. Raises UserError."""
     words = list(sys.argv[1:] if argv is None else argv)
     hints = get_type_hints(cls)
     flags = []  # the settings of presets
@@ -104,7 +105,7 @@ def load_config(cls: type, description: str, argv: list[str] | None = None, *, p
     for word, following in pairwise([*flags, *words, ""]):
         field, arg = parse_flag(word, following, hints)
         fields.append(field)
-        is_unknown = field and field not in hints  # tyro finds a similar one, without its value
+        is_unknown = field and field not in hints  # tyro finds a similar name if the value is apart
         args += arg.split("=", 1) if is_unknown else [arg]
     config = tyro.cli(
         cls,
@@ -137,9 +138,9 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def parse_flag(word: str, following: str, hints: dict[str, Any]) -> tuple[str, str]:
-    """Return the field that a word sets, if it is a flag, and what tyro understands: "curves" and
-    "--curves=False" for --no-curves, "width" and "--width" for --width. following: the next word.
-    """
+    """Return the field that a word sets, or "" if the word is no flag, and the word for tyro, whose
+    booleans need a value: --no-curves becomes --curves=False. following: the next word, which may
+    be that value."""
     name, equals, _ = word.partition("=")
     field = name[2:].replace("-", "_") if name.startswith("--") else ""
     positive = field.removeprefix("no_")

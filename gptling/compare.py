@@ -41,7 +41,7 @@ Side = namedtuple("Side", "name tree flags")
 
 @dataclass
 class CompareConfig:
-    patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # of the working tree, each a side
+    patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # patch files, each a side
     seeds: int = 3  # runs per side, with --seed=1, 2, ...
     prepare: Empty[str] = ""  # arguments of prepare.py for each side: "my.txt --tokenizer=bpe"
 
@@ -139,7 +139,7 @@ def judge(differences: list[float]) -> str:
     difference = mean(differences)
     if n == 1:
         return f"{difference:+.4f} bits per byte with one seed, which cannot say if that is luck"
-    quantile = T_QUANTILES[: n - 1][-1]  # for more than ten seeds the interval is too wide
+    quantile = T_QUANTILES[: n - 1][-1]  # the last one is too high for more seeds
     half = quantile * stdev(differences) / n**0.5
     size = abs(difference)
     if size <= half:
@@ -157,7 +157,7 @@ def answer(question: str, steps: dict[Side, list[int]]) -> dict[Side, list[dict]
     for i in range(len(steps[first])):
         for side in order:
             results[side].append(train(side, i + 1, steps[side][i]))
-        order.reverse()  # a machine that gets slower slows down each side
+        order.reverse()  # no side is always first on a machine that slows down
     losses = {}
     for side, runs in results.items():
         losses[side] = [run["bits_per_byte"] for run in runs]
@@ -183,11 +183,11 @@ def main():
     config, _ = load_config(CompareConfig, __doc__, own)
     flags = list(words)  # the words after --, for train.py
     OUT.mkdir(parents=True, exist_ok=True)
-    _lock = lock_directory(OUT)  # until this process ends
+    _lock = lock_directory(OUT)  # the lock is held until this process ends
     sides = make_sides(config.patches, flags, shlex.split(config.prepare))
     first = sides[0]
     n_steps = count_steps(first)
-    runs_per_seed = 2 * len(sides) - 1  # for both questions
+    runs_per_seed = 2 * len(sides) - 1  # the first side's runs serve both questions
     print(f"At most {config.seeds * runs_per_seed} runs. After Ctrl-C the same command continues.")
     results = answer(f"after {n_steps} steps", dict.fromkeys(sides, [n_steps] * config.seeds))
 
@@ -207,5 +207,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "python -m gptling.compare"  # in messages
+    sys.argv[0] = "python -m gptling.compare"  # the name in messages
     launch(main)

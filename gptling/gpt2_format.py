@@ -4,8 +4,8 @@
     model = load(GPT, "my-model")
 
 A model that computes what a GPT-2 computes is stored as transformers' GPT2LMHeadModel. Any other
-has another model_type, so that no program takes it for a GPT-2, and its logits after fixed ids.
-Loading compares model.py's with these, or with those of the GPT-2 that is stored."""
+is stored with another model_type, so that no program takes it for a GPT-2, and with its logits
+after fixed ids. Loading compares model.py's logits with the stored ones, or with a GPT-2's."""
 
 import json
 import re
@@ -21,9 +21,10 @@ from tokenizers import Tokenizer
 
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# In the files of others: masks, and the output layer, which is wte.
+# Tensors in other programs' files that are not needed: masks, and the output layer, which is wte.
 REDUNDANT = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
-HF_NAMES = {  # of our fields in config.json. What is missing there has transformers' default
+# The names in config.json of model.py's sizes. transformers has its own defaults for missing ones.
+HF_NAMES = {
     "block_size": ("n_positions", "n_ctx"),
     "dropout": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
 }
@@ -48,11 +49,11 @@ ENCODER_NAMES = {  # parts of a name in nn.TransformerEncoder, and GPT-2's
 }
 END_OF_TEXT = "<|endoftext|>"
 Tensors = dict[str, torch.Tensor]  # a state dict
-CHECK = "check.logits"  # beside the tensors of a model that is no GPT-2
+CHECK = "check.logits"  # the stored logits of a model that is no GPT-2
 
 
 def swap_conv1d(tensors: Tensors) -> Tensors:
-    """Transpose what GPT-2's files have transposed: from their layout to model.py's, or back."""
+    """Return the tensors with Conv1D's transposed: in model.py's layout, or back in GPT-2's."""
     return {n: t.T if n.endswith(CONV1D) else t for n, t in tensors.items()}
 
 
@@ -65,9 +66,9 @@ def load_tensors(module: nn.Module, tensors: Tensors, assign=False):
 
 
 def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
-    """Logits (B, V) after idx (B, T) of the GPT-2 with these published tensors (Radford et al.
-    2019), by PyTorch's own layers: the independent answer that model.py's is compared with. Raises
-    ValueError if a GPT-2 of its sizes has other tensors."""
+    """Return the logits (B, V) after idx (B, T) of the GPT-2 with these published tensors (Radford
+    et al. 2019). PyTorch's own layers compute them, as an answer that does not depend on model.py.
+    Raises ValueError if a GPT-2 of these sizes has other tensors."""
     C = config.n_embd
     T = idx.size(1)
     options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
@@ -96,14 +97,14 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
 
 
 def distinct_tensors(model: nn.Module) -> Tensors:
-    """The state dict with shared tensors once, under their first names."""
+    """Return the state dict with shared tensors once, under their first names."""
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
 def published_tensors(model: nn.Module) -> Tensors:
-    """The distinct tensors in the published layout, with zeros for the biases that a GPT-2 has and
-    the model lacks."""
+    """Return the distinct tensors in the published layout, with zeros for the biases that a GPT-2
+    has and the model lacks."""
     tensors = distinct_tensors(model)
     for name, weight in [*tensors.items()]:
         if layer := re.fullmatch(r"((h|ln).*\.)weight", name):
@@ -112,8 +113,8 @@ def published_tensors(model: nn.Module) -> Tensors:
 
 
 def nearly_equal(logits: torch.Tensor, expected: torch.Tensor, tolerance=1e-4) -> bool:
-    """Whether logits differ by rounding only: by less than this share of the spread of the finite
-    ones. The two forms of GELU differ by more than 1e-4."""
+    """Return whether logits differ by rounding only: by less than a share, `tolerance`, of the
+    spread of the finite ones. The two forms of GELU differ by more than 1e-4."""
     if logits.shape != expected.shape:
         return False
     spread = expected.nan_to_num(0, 0, 0).std(correction=0).item()
@@ -121,9 +122,10 @@ def nearly_equal(logits: torch.Tensor, expected: torch.Tensor, tolerance=1e-4) -
 
 
 @torch.no_grad()
-def why_not_gpt2(model, tensors: dict, config) -> tuple[str, torch.Tensor]:
-    """Why the model is not the GPT-2 with these published tensors, or "", and its logits (V,) after
-    256 fixed ids, in eval mode and without TF32, so that devices differ by rounding only."""
+def why_not_gpt2(model, tensors: Tensors, config) -> tuple[str, torch.Tensor]:
+    """Return why the model is not the GPT-2 with these published tensors, or "", and its logits
+    (V,) after 256 fixed ids. They are computed in eval mode and without TF32, so that devices
+    differ by rounding only."""
     training = model.training
     precision = torch.get_float32_matmul_precision()
     i = torch.arange(min(256, config.block_size), device=next(model.parameters()).device)
@@ -132,8 +134,8 @@ def why_not_gpt2(model, tensors: dict, config) -> tuple[str, torch.Tensor]:
     torch.set_float32_matmul_precision("highest")
     logits = model(idx, last_only=True)[0][0, -1]  # (V,)
     try:
-        gpt2 = nearly_equal(logits, gpt2_logits(tensors, config, idx)[0])
-        reason = "" if gpt2 else "a GPT-2 with these weights has other logits"
+        is_gpt2 = nearly_equal(logits, gpt2_logits(tensors, config, idx)[0])
+        reason = "" if is_gpt2 else "a GPT-2 with these weights has other logits"
     except ValueError as error:
         reason = str(error)
     torch.set_float32_matmul_precision(precision)
@@ -142,13 +144,13 @@ def why_not_gpt2(model, tensors: dict, config) -> tuple[str, torch.Tensor]:
 
 
 def token_ids(tokenizer_json: str) -> list[int]:
-    """The ids that a tokenizer has, given its tokenizer.json as text."""
+    """Return the ids that a tokenizer has, given its tokenizer.json as text."""
     return list(Tokenizer.from_str(tokenizer_json).get_vocab().values())
 
 
 def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = None) -> str:
     """Write a model in float32 to config.json and model.safetensors and, given its text,
-    tokenizer.json. Returns why it is not a GPT-2, which config.json says too, or ""."""
+    tokenizer.json. Return why the model is not a GPT-2, as config.json says too, or ""."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = published_tensors(model)
@@ -181,7 +183,7 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
 
 
 def stored_config(model_class: type, stored: dict):
-    """The model's configuration, of an object in a config.json."""
+    """Return the model's configuration from the object in a config.json."""
     sizes = {}
     for field in fields(model_class.config_class):
         name, *_ = HF_NAMES.get(field.name, [field.name])
@@ -191,7 +193,7 @@ def stored_config(model_class: type, stored: dict):
 
 
 def differing_names(model: nn.Module, tensors: Tensors) -> str:
-    """The names of tensors that only the model or the file has, with an asterisk for each number.
+    """Return the names of tensors that only the model or the file has, with * for each number.
     Zeros in the file do not count: they are biases that a model without them lacks."""
     own = distinct_tensors(model).keys()
     differing = [n for n in own ^ tensors.keys() if n in own or tensors[n].any()]
@@ -199,10 +201,10 @@ def differing_names(model: nn.Module, tensors: Tensors) -> str:
 
 
 def load(model_class: type, directory: str | Path, allow_changed=False, **changes):
-    """The model that `save` or GPT2LMHeadModel wrote to a directory, in eval mode and float32.
-    changes: fields of its config to change, such as dropout=0.1. Prints the tensors that only the
-    model or the file has. Raises ValueError for other shapes or options and, unless allow_changed,
-    for other logits."""
+    """Return the model that `save` or GPT2LMHeadModel wrote to a directory, in eval mode and
+    float32. changes: fields of its config to change, such as dropout=0.1. Prints the tensors that
+    only the model or the file has. Raises ValueError for other shapes or options and, unless
+    allow_changed, for other logits."""
     directory = Path(directory)
     stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(directory / "model.safetensors")
