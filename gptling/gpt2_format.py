@@ -77,8 +77,9 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
         block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
         norm = nn.LayerNorm(C)
         gpt2 = nn.TransformerEncoder(block, config.n_layer, norm, enable_nested_tensor=False)
-        gpt2.wte = nn.Embedding(config.vocab_size, C)
-        gpt2.wpe = nn.Embedding(config.block_size, C)
+        # nn.Embedding would draw its weights, for which PyTorch imports its compiler.
+        gpt2.wte = nn.Linear(C, config.vocab_size, bias=False)
+        gpt2.wpe = nn.Linear(C, config.block_size, bias=False)
     names = {}  # GPT-2's names, each with PyTorch's
     for pytorchs in gpt2.state_dict():
         name = pytorchs
@@ -91,9 +92,9 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
     state = {names[name]: tensor for name, tensor in swap_conv1d(tensors).items()}
     load_tensors(gpt2, state, assign=True)
     mask = nn.Transformer.generate_square_subsequent_mask(T, device=idx.device)
-    x = gpt2.wte(idx) + gpt2.wpe.weight[:T]  # (B, T, C)
+    x = gpt2.wte.weight[idx] + gpt2.wpe.weight[:T]  # (B, T, C)
     x = gpt2(x, mask, is_causal=True)
-    return x[:, -1] @ gpt2.wte.weight.T
+    return gpt2.wte(x[:, -1])
 
 
 def distinct_tensors(model: nn.Module) -> Tensors:
