@@ -22,7 +22,7 @@ import torch
 import tyro
 
 from gptling.cli import Empty, PositiveInt, UserError, check_numbers, launch, load_config
-from gptling.decoding import WIDE, Sample, print_in_order, speed_up
+from gptling.decoding import WIDE, Sample, speed_up
 from gptling.devices import cast_parameters, pick_device, pick_dtype
 from gptling.explain import explain, write_page
 from gptling.pretrained import find_checkpoint, load_model
@@ -32,7 +32,7 @@ from model import GPT, next_token_probs
 
 @dataclass
 class SampleConfig:
-    run: tyro.conf.Positional[Empty[str]] = ""  # a run, a checkpoint, gpt2. Default: the newest run
+    model: tyro.conf.Positional[Empty[str]] = ""  # a run, checkpoint or gpt2. Default: newest run
     prompt: Empty[str] = ""  # text to continue. \n is a newline, - reads it from standard input
     prompts: Empty[str] = ""  # file with one prompt per line, completed as one batch
     interactive: bool = False  # ask for one prompt after another
@@ -53,8 +53,9 @@ class SampleConfig:
         check_numbers(self)
         self.prompt = self.prompt.replace("\\n", "\n")
         self.stop = tuple(text.replace("\\n", "\n") for text in self.stop)
-        next_token_probs(torch.zeros(1, 1), **self.filters())  # raises ValueError for a wrong one
-        if bool(self.prompts) + self.interactive + bool(self.prompt or self.explain) > 1:
+        next_token_probs(torch.zeros(1, 1), **self.filters())  # checks the values
+        ways = [self.prompts, self.interactive, self.prompt or self.explain]
+        if sum(map(bool, ways)) > 1:
             hint = "give one of them, without --prompt or --explain"
             raise ValueError(f"--prompts and --interactive: {hint}")
 
@@ -96,6 +97,15 @@ def make_samples(tokenizer, prompts: list[str], config: SampleConfig) -> list[Sa
 # ---------------------------------------------------------------------------- generation
 
 
+def print_in_order(samples: list[Sample]):
+    """Print what is new of the samples, up to the first one that has not ended."""
+    for sample in samples:
+        print(sample.unprinted, end="", flush=True)
+        sample.unprinted = ""
+        if not sample.ended:
+            break
+
+
 def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleConfig):
     """Complete all samples as one batch and print them in order. The first appears token by token.
     When it has ended, the one after it continues from there. Sample i of a prompt is drawn with
@@ -113,18 +123,20 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
     options["padding_mask"] = mask if padding.any() else None
     options["generator"] = [torch.Generator(config.device).manual_seed(seed) for seed in seeds]
 
-    waiting = list(samples)
+    for sample in samples[1:]:
+        sample.unprinted = f"\n---\n{sample.unprinted}"
     start = time.perf_counter()
-    print_in_order(waiting)
+    print_in_order(samples)
     for tokens in model.generate(idx, config.max_new_tokens, **options):
         for sample, token in zip(samples, tokens.tolist(), strict=True):
             sample.add(token, tokenizer)
-        print_in_order(waiting)
-        if not waiting:
+        print_in_order(samples)
+        if all(sample.ended for sample in samples):
             break
     for sample in samples:
         sample.feed(b"", final=True)
-    print_in_order(waiting)
+    print_in_order(samples)
+    print(flush=True)
     seconds = time.perf_counter() - start
     n = sum(len(sample.ids) - sample.n_prompt for sample in samples)
     print(f"\n{n:,} tokens in {seconds:.1f} s ({n / seconds:,.0f} tokens/s)", file=sys.stderr)
@@ -137,7 +149,7 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
     while prompt := sys.stdin.readline().rstrip("\r\n"):
         try:
             write_samples(model, tokenizer, make_samples(tokenizer, [prompt], config), config)
-        except UserError as error:  # ends this text, not the conversation
+        except UserError as error:  # a mistake ends one text, not the conversation
             print(error, file=sys.stderr)
         except KeyboardInterrupt:
             print()
@@ -149,12 +161,12 @@ def main():
     config, _ = load_config(SampleConfig, __doc__)
     config.device = pick_device(config.device)
     with redirect_stdout(sys.stderr):  # standard output has the text alone
-        checkpoint = find_checkpoint(config.run)
+        checkpoint = find_checkpoint(config.model)
         tokenizer = load_tokenizer(checkpoint)
         # An unknown character is reported before the model is loaded.
         samples = make_samples(tokenizer, read_prompts(config, checkpoint), config)
         model = load_model(GPT, checkpoint)
-    original = copy.deepcopy(model) if config.explain else None  # in float32
+    original = copy.deepcopy(model) if config.explain else None  # a page is computed in float32
     dtype = pick_dtype(config.dtype, config.device, wide=model.config.n_embd >= WIDE)
     cast_parameters(model, getattr(torch, dtype)).to(config.device)
     n = sum(parameter.numel() for parameter in model.parameters())

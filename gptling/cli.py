@@ -21,15 +21,15 @@ from tqdm import tqdm
 from gptling.files import UserError as UserError  # re-exported
 
 CONFIG = Path(__file__).parent.parent / "config"
-PositiveInt = Annotated[int, "at least 1"]  # for check_numbers
-Share = Annotated[float, "at most 1"]
+PositiveInt = Annotated[int, "at least 1"]  # check_numbers tests these bounds
+Share = Annotated[float, "at least 0 and at most 1"]
 AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
 Fixed = Annotated[T, "fixed"]  # a flag that changes the value would make it a different run
 Once = Annotated[T, "once"]  # a setting of one start: the run does not keep it
-Hidden = tyro.conf.Suppress  # no flag
+Hidden = tyro.conf.Suppress  # a field without a flag
 Planned = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: planned)")]
-Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # its default is not shown
+Empty = Annotated[T, tyro.conf.arg(help_behavior_hint="")]  # a flag without a default in --help
 
 
 def mentions(error: Exception, pattern: str) -> bool:
@@ -39,17 +39,16 @@ def mentions(error: Exception, pattern: str) -> bool:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error of Python's or PyTorch's, on any device, is a lack of memory."""
-    messages = "MemoryError|out of memory|not enough memory|can't allocate memory|_ALLOC_FAILED"
-    return mentions(error, messages)
+    words = "MemoryError|out of memory|not enough memory|can't allocate memory|_ALLOC_FAILED"
+    return mentions(error, words)
 
 
 def describe(error: Exception) -> str:
-    """Return one line for a mistake of the user's or a lack of memory or space; "" for a bug."""
+    """Return one line for a mistake of the user's or a lack of memory or space, or "" for a bug."""
     if re.match("No module named '(datasets|pyarrow)", str(error)):
         return f"{error}: pip install -e '.[datasets]'"
-    known = UserError | ModuleNotFoundError | UnicodeError
-    file_name = getattr(error, "filename", None)  # an OSError's
-    if isinstance(error, known) or file_name:
+    is_mistake = isinstance(error, UserError | ModuleNotFoundError | UnicodeError)
+    if is_mistake or getattr(error, "filename", None):  # an OSError about a file
         return " ".join(str(error).split())
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
@@ -63,7 +62,7 @@ def launch(main: Callable[[], int | None]):
     # A fast exit: the last collection need not look through all of PyTorch. Triton is imported
     # later, since its bindings would report frozen objects as leaks.
     gc.freeze()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # clean up first
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # after cleaning up
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # IDLE and notebooks have their own kind
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
@@ -72,7 +71,7 @@ def launch(main: Callable[[], int | None]):
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader of `sample.py | head` has had enough
-        os._exit(1)  # without a flush of the rest, which would fail again
+        os._exit(1)  # a normal exit would flush the rest, and fail again
     except Exception as error:
         if not (message := describe(error)):
             raise
@@ -86,28 +85,27 @@ def launch(main: Callable[[], int | None]):
 
 def progress_bar(total: int, **options) -> tqdm:
     """Return a bar on standard output. In a file, and under torchrun, it shows nothing."""
-    tqdm.monitor_interval = 0  # no thread, which would wait for a lock that Ctrl-C leaves held
-    hidden = True if "WORLD_SIZE" in os.environ else None  # None: unless in a terminal
+    tqdm.monitor_interval = 0  # its thread would wait for a lock that Ctrl-C leaves held
+    hidden = "WORLD_SIZE" in os.environ or None  # None: hidden unless in a terminal
     options |= {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "disable": hidden}
-    options["delay"] = 1e-9  # the first update draws it
-    return tqdm(total=total, **options)
+    return tqdm(total=total, delay=1e-9, **options)  # the delay: the first update draws it
 
 
 def load_config(cls: type, description: str, argv: list[str] | None = None, *, presets=False):
-    """Return an instance of the dataclass `cls`, and {name: value} of what presets and flags say,
-    the last one first. presets: the words before the first flag are. Raises UserError."""
+    """Return an instance of the dataclass `cls`, and {name: value} of the fields that presets and
+    flags set, the last one first. presets: whether the words before the first flag are presets,
+    whose settings become flags, so that tyro checks them too. Raises UserError."""
     words = list(sys.argv[1:] if argv is None else argv)
     hints = get_type_hints(cls)
-    settings = []  # (name, value) of all presets
-    while presets and words and words[0][:1] != "-":
-        settings += read_preset(words.pop(0)).items()
-    words = [f"--{name}={value}" for name, value in settings] + words
-    given = []  # names, the last one first
+    flags = []  # the settings of presets
+    while presets and words and not words[0].startswith("-"):
+        flags += [f"--{name}={value}" for name, value in read_preset(words.pop(0)).items()]
+    fields = []
     args = []
-    for word, following in pairwise([*words, ""]):
-        name, arg = parse_flag(word, following, hints)
-        given.insert(0, name)
-        is_unknown = name and name not in hints  # tyro finds a similar one, without its value
+    for word, following in pairwise([*flags, *words, ""]):
+        field, arg = parse_flag(word, following, hints)
+        fields.append(field)
+        is_unknown = field and field not in hints  # tyro finds a similar name if the value is apart
         args += arg.split("=", 1) if is_unknown else [arg]
     config = tyro.cli(
         cls,
@@ -120,19 +118,19 @@ def load_config(cls: type, description: str, argv: list[str] | None = None, *, p
             tyro.conf.FlagConversionOff,
         ),
     )
-    return config, {name: getattr(config, name) for name in given if name in hints}
+    return config, {name: getattr(config, name) for name in reversed(fields) if name in hints}
 
 
 def read_preset(name: str) -> dict[str, Any]:
     """Return the settings of a preset. config/NAME.toml is found from any directory."""
     if not name.endswith(".toml"):
-        hint = f"python prepare.py {name} reads a text and prints the next command"
-        if Path("data", name, "meta.json").is_file():
-            hint = f"--dataset={name} trains on that text"
-        elif Path(name, "log.jsonl").is_file():
-            hint = f"--out_dir={name} --resume continues that run"
-        raise UserError(f"{name} is no preset: {hint}")
-    file = CONFIG.parent / name if (CONFIG.parent / name).is_file() else Path(name)
+        raise UserError(
+            f"{name} is no preset: python prepare.py {name} reads a text, "
+            f"--dataset={name} trains on prepared data, --out_dir={name} --resume continues a run"
+        )
+    file = CONFIG.parent / name
+    if not file.is_file():
+        file = Path(name)
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
@@ -140,14 +138,14 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def parse_flag(word: str, following: str, hints: dict[str, Any]) -> tuple[str, str]:
-    """Return the field that a word sets, if it is a flag, and what tyro understands: "curves" and
-    "--curves=False" for --no-curves, "width" and "--width" for --width. following: the next word.
-    """
+    """Return the field that a word sets, or "" if the word is no flag, and the word for tyro, whose
+    booleans need a value: --no-curves becomes --curves=False. following: the next word, which may
+    be that value."""
     name, equals, _ = word.partition("=")
-    field = name.lstrip("-").replace("-", "_") if name[:2] == "--" else ""
+    field = name[2:].replace("-", "_") if name.startswith("--") else ""
     positive = field.removeprefix("no_")
-    is_bare = not equals and following not in ("True", "False")
-    if hints.get(positive) is bool and is_bare:
+    has_value = equals or following in ("True", "False")
+    if hints.get(positive) is bool and not has_value:
         return positive, f"--{positive}={field == positive}"
     return field, word
 
@@ -159,11 +157,11 @@ def marked_fields(cls: type, mark: str) -> set[str]:
 
 
 def check_numbers(config: Any):
-    """Raise ValueError for a number that is negative or NaN, a PositiveInt of 0, a Share over 1."""
+    """Raise ValueError for a number that is NaN, or outside the bounds that the field's annotation
+    says, as PositiveInt does. Without them, a number is at least 0."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
-        lowest = next((n for n in (1, -1) if f"at least {n}" in str(hint)), 0)
-        if isinstance(value, int | float) and not value >= lowest:  # which NaN is not, either
-            raise ValueError(f"--{name}={value}: must be at least {lowest}")
-        if "at most 1" in str(hint) and (value or 0) > 1:
-            raise ValueError(f"--{name}={value}: must be at most 1")
+        bounds = re.search(r"at least (-?\d)( and at most (\d))?", f"{hint}, at least 0")
+        highest = float(bounds[3] or "inf")
+        if isinstance(value, int | float) and not int(bounds[1]) <= value <= highest:
+            raise ValueError(f"--{name}={value}: must be {bounds[0]}")

@@ -9,7 +9,7 @@ Presets and flags after -- are for train.py on all sides. A patch may add its ow
 
 import hashlib
 import json
-import math
+import operator
 import os
 import re
 import shlex
@@ -18,6 +18,8 @@ import subprocess
 import sys
 from collections import namedtuple
 from dataclasses import dataclass
+from glob import glob
+from itertools import takewhile
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -27,7 +29,7 @@ from gptling.cli import Empty, launch, load_config
 from gptling.files import UserError, lock_directory
 
 OUT = Path("out/compare")
-STEPS = """import train
+COUNT_STEPS = """import train
 from gptling.cli import load_config
 print(load_config(train.TrainConfig, "", presets=True)[0].max_iters or 500)
 """
@@ -39,23 +41,22 @@ Side = namedtuple("Side", "name tree flags")
 
 @dataclass
 class CompareConfig:
-    patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # of the working tree, each a side
+    patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # patch files, each a side
     seeds: int = 3  # runs per side, with --seed=1, 2, ...
     prepare: Empty[str] = ""  # arguments of prepare.py for each side: "my.txt --tokenizer=bpe"
 
 
 def execute(*command: str | Path) -> str:
-    """Run a program and return the last line that it prints. If it fails, exit with its last lines.
-    git works on an index in out/compare: yours stays as it is."""
+    """Run a program and return the last line that it prints. If it fails, exit with all its lines.
+    git works on an index in out/compare: yours stays unchanged."""
     env = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.run(command, **pipes, encoding="utf-8", env=env)
-    lines = process.stdout.splitlines() or [""]
+    process = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=env
+    )
+    output = process.stdout.strip()
     if process.returncode:
-        name = shlex.join(map(str, command))
-        end = "\n".join(lines[-20:])
-        sys.exit(f"{name}:\n{end}")
-    return lines[-1].strip()
+        sys.exit(f"{shlex.join(map(str, command))}:\n{output}")
+    return output.rpartition("\n")[2]
 
 
 def make_side(name: str, flags: list[str], prepare: list[str]) -> Side:
@@ -63,12 +64,11 @@ def make_side(name: str, flags: list[str], prepare: list[str]) -> Side:
     folder = OUT / name
     shutil.rmtree(folder, ignore_errors=True)
     execute("git", "checkout-index", "--all", f"--prefix={folder}/")
-    (folder / "steps.py").write_text(STEPS)
     if prepare:
         data = f"compare-{name}"
         execute(sys.executable, folder / "prepare.py", *prepare, f"--name={data}", "--overwrite")
         flags = [*flags, f"--dataset={data}"]
-    return Side(name, execute("git", "write-tree"), flags)
+    return Side(name, execute("git", "write-tree"), tuple(flags))
 
 
 def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -> list[Side]:
@@ -90,16 +90,22 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
     return sides
 
 
-def train(side: Side, seed: int, steps: int) -> list[dict]:
-    """Train by the side's own train.py and return the log. It is kept, and returned again if the
-    code, the flags, the presets and all prepared data are the same."""
+def count_steps(side: Side) -> int:
+    """Return --max_iters in the flags and presets of a side, or 500. Its own code reads them."""
+    script = OUT / side.name / "count_steps.py"
+    script.write_text(COUNT_STEPS)
+    return int(execute(sys.executable, script, *side.flags))
+
+
+def train(side: Side, seed: int, steps: int) -> dict:
+    """Train by the side's own train.py. Return the last evaluation, with the time of a step in ms.
+    The log is kept, and read again if the code, the flags, the presets and all prepared data are
+    the same."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
-    files = [path for path in map(Path, flags) if path.is_file()]
-    files += sorted(Path("data").glob("*/meta.json"))
-    contents = [file.read_bytes() for file in files]
-    key = repr((side.tree, flags, contents))
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    finished = OUT / f"{digest}.jsonl"
+    files = [*filter(os.path.isfile, flags), *sorted(glob("data/*/meta.json"))]
+    contents = [Path(file).read_bytes() for file in files]
+    key = repr((side.tree, flags, contents)).encode()
+    finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
     is_new = not finished.exists()
     if is_new:
         print(f"seed {seed}: {side.name}, {steps} steps")
@@ -107,23 +113,11 @@ def train(side: Side, seed: int, steps: int) -> list[dict]:
         flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
         execute(sys.executable, folder / "train.py", *flags)
         shutil.copy(folder / "run" / "log.jsonl", finished)
-    lines = finished.read_text("utf-8").splitlines()
-    log = [json.loads(line) for line in lines]
+    log = [json.loads(line) for line in finished.read_text("utf-8").splitlines()]
+    result = log[-1] | {"ms": step_time(log)}
     if is_new:
-        end = log[-1]
-        print(f"    {end['bits_per_byte']:.3f} bits per byte in {end['seconds']:.0f} s")
-    return log
-
-
-def train_all(sides: list[Side], steps: dict[str, list[int]]) -> dict[str, list]:
-    """Train each side with each seed, and return {side: [log of seed 1, log of seed 2, ...]}.
-    steps: {side: [500, 500, ...]}."""
-    logs = {side.name: [] for side in sides}
-    for i in range(len(steps[sides[0].name])):
-        for side in sides[:: -1 if i % 2 else 1]:  # every other seed in reversed order
-            log = train(side, i + 1, steps[side.name][i])
-            logs[side.name].append(log)
-    return logs
+        print(f"    {result['bits_per_byte']:.3f} bits per byte in {result['seconds']:.0f} s")
+    return result
 
 
 def step_time(log: list[dict]) -> float:
@@ -132,21 +126,11 @@ def step_time(log: list[dict]) -> float:
     return mean(times[1:] or times)
 
 
-def steps_in_the_same_time(logs: dict[str, list], n_steps: int) -> dict[str, list[int]]:
-    """Return how many steps each side has in the time of n_steps of the first one. Each seed has
-    its own ratio of times, so that the interval covers their spread."""
-    first, *_ = logs.values()
-    steps = {}
-    for name, runs in logs.items():
-        pairs = zip(first, runs, strict=True)
-        ratios = [step_time(base) / step_time(log) for base, log in pairs]
-        steps[name] = [max(1, round(n_steps * ratio)) for ratio in ratios]
-    return steps
-
-
-def agree(steps: list[int]) -> bool:
-    """Return whether the steps of all seeds in the same time agree to a tenth."""
-    return max(steps) <= 1.1 * min(steps)
+def steps_in_the_same_time(runs: list[dict], first: list[dict], n_steps: int) -> list[int]:
+    """Return how many steps a side has in the time of n_steps of the first side, seed by seed: each
+    seed has its own ratio of times, so that the interval covers their spread."""
+    ratios = [base["ms"] / run["ms"] for base, run in zip(first, runs, strict=True)]
+    return [round(n_steps * ratio) for ratio in ratios]
 
 
 def judge(differences: list[float]) -> str:
@@ -155,70 +139,73 @@ def judge(differences: list[float]) -> str:
     difference = mean(differences)
     if n == 1:
         return f"{difference:+.4f} bits per byte with one seed, which cannot say if that is luck"
-    freedom = min(n - 1, len(T_QUANTILES))  # of more seeds the interval is too wide
-    standard_error = stdev(differences) / math.sqrt(n)
-    half = T_QUANTILES[freedom - 1] * standard_error
+    quantile = T_QUANTILES[: n - 1][-1]  # the last one is too high for more seeds
+    half = quantile * stdev(differences) / n**0.5
     size = abs(difference)
-    low = difference - half
-    high = difference + half
-    interval = f"{low:+.4f} to {high:+.4f} bits per byte"
     if size <= half:
+        interval = f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte"
         return f"no difference that {n} seeds can show ({interval}, negative is better)"
     verdict = "better" if difference < 0 else "worse"
-    smallest = size - half
-    largest = size + half
-    return f"{verdict} by {size:.4f} bits per byte ({smallest:.4f} to {largest:.4f})"
+    return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
 
 
-def report(logs: dict[str, list], steps: dict[str, list[int]], question: str):
-    """Print the mean loss of each side, and how each compares with the first one."""
+def answer(question: str, steps: dict[Side, list[int]]) -> dict[Side, list[dict]]:
+    """Train each side with seed 1, 2, ... for its numbers of steps. Print its mean loss, and how it
+    compares with the first side. Return {side: [result with seed 1, with seed 2, ...]}."""
+    first, *others = order = list(steps)
+    results = {side: [] for side in order}
+    for i in range(len(steps[first])):
+        for side in order:
+            results[side].append(train(side, i + 1, steps[side][i]))
+        order.reverse()  # no side is always first on a machine that slows down
     losses = {}
-    for name, runs in logs.items():
-        losses[name] = [log[-1]["bits_per_byte"] for log in runs]
-        n_parameters = runs[0][-1]["parameters"]
-        size = f"{n_parameters:,} parameters, {mean(steps[name]):.0f} steps"
-        print(f"{name}: {size}, {mean(losses[name]):.3f} bits per byte")
-    first, *others = losses
-    for name in others:
-        pairs = zip(losses[first], losses[name], strict=True)
-        differences = [loss - before for before, loss in pairs]
+    for side, runs in results.items():
+        losses[side] = [run["bits_per_byte"] for run in runs]
+        print(
+            f"{side.name}: {runs[0]['parameters']:,} parameters, {mean(steps[side]):.0f} steps, "
+            f"{mean(losses[side]):.3f} bits per byte"
+        )
+    for other in others:
+        differences = list(map(operator.sub, losses[other], losses[first]))
         verdict = judge(differences)
-        for side in (first, name):
-            if not logs[side][0][-1].get("is_cross_entropy", True):  # older code omits True
-                verdict = f"no answer: the loss of {side} is not the cross-entropy of its logits"
-        print(f"{name} against {first} {question}: {verdict}")
+        for side in (first, other):
+            if not results[side][0]["is_cross_entropy"]:
+                verdict = (
+                    f"no answer: the loss of {side.name} is not the cross-entropy of its logits"
+                )
+        print(f"{other.name} against {first.name} {question}: {verdict}")
+    return results
 
 
 def main():
-    argv = sys.argv[1:]
-    end = argv.index("--") if "--" in argv else len(argv)
-    flags = argv[end + 1 :]  # for train.py
-    config, _ = load_config(CompareConfig, __doc__, argv[:end])
+    words = iter(sys.argv[1:])
+    own = list(takewhile(lambda word: word != "--", words))
+    config, _ = load_config(CompareConfig, __doc__, own)
+    flags = list(words)  # the words after --, for train.py
     OUT.mkdir(parents=True, exist_ok=True)
-    _lock = lock_directory(OUT)  # until this process ends
+    _lock = lock_directory(OUT)  # the lock is held until this process ends
     sides = make_sides(config.patches, flags, shlex.split(config.prepare))
     first = sides[0]
-    script = OUT / first.name / "steps.py"
-    n_steps = int(execute(sys.executable, script, *first.flags))
-
-    runs_per_seed = 2 * len(sides) - 1  # for both questions
+    n_steps = count_steps(first)
+    runs_per_seed = 2 * len(sides) - 1  # the first side's runs serve both questions
     print(f"At most {config.seeds * runs_per_seed} runs. After Ctrl-C the same command continues.")
-    steps = {side.name: [n_steps] * config.seeds for side in sides}
-    logs = train_all(sides, steps)
-    report(logs, steps, f"after {n_steps} steps")
+    results = answer(f"after {n_steps} steps", dict.fromkeys(sides, [n_steps] * config.seeds))
 
-    steps = steps_in_the_same_time(logs, n_steps)
     question = f"in the time of {n_steps} steps"
+    steps = {}
     for side in sides:
-        if not agree(steps[side.name]):
-            verdict = f"the times of steps vary too much to say: delete {OUT} and try again"
-            print(f"{side.name} against {first.name} {question}: {verdict}")
-    sides = [side for side in sides if agree(steps[side.name])]
-    if len(sides) > 1:
-        logs = train_all(sides, steps)
-        report(logs, steps, question)
+        numbers = steps_in_the_same_time(results[side], results[first], n_steps)
+        if max(numbers) <= 1.1 * min(numbers):
+            steps[side] = numbers
+        else:
+            print(
+                f"{side.name} against {first.name} {question}: "
+                f"the times of steps vary too much to say: delete {OUT} and try again"
+            )
+    if len(steps) > 1:
+        answer(question, steps)
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "python -m gptling.compare"  # in messages
+    sys.argv[0] = "python -m gptling.compare"  # the name in messages
     launch(main)

@@ -1,5 +1,5 @@
-"""Fast decoding, for sampling only: a copy of a model with faster layers and a faster step, used if
-its first logits are those of model.py. And text as its tokens are drawn: whole characters."""
+"""Fast decoding, for sampling only: a copy of a model with faster layers and a faster step. It is
+used if its first logits equal the model's. Also a text as it is drawn, in whole characters."""
 
 import codecs
 import copy
@@ -10,23 +10,23 @@ import torch
 import torch.nn as nn
 
 from gptling.devices import use_float32_attention
-from gptling.gpt2_format import same
+from gptling.gpt2_format import nearly_equal
 
-WIDE = 256  # n_embd from which bfloat16 and oneDNN pay: narrower models stay in the cache
+WIDE = 256  # bfloat16 and oneDNN pay from this n_embd on: a narrower model stays in the cache
 
 
 @torch.no_grad()
 def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
     """Return a copy of the model for `generate` that is fast on its device and in its dtype. If the
-    copy fails or gives other logits: the model itself, with a line on standard error. They share
-    tensors, but the copy need not follow later updates of the model: make another one. rows: of the
-    batch to come. On CUDA the copy writes one batch at a time."""
+    copy fails or gives other logits, return the model itself and print a line on standard error.
+    The two share tensors, but the copy may not follow later updates of the model: make another one.
+    rows: the number of rows in the coming batch. On CUDA the copy draws one batch at a time."""
     try:
         fast = faster_copy(model, compile)
         if same_logits(fast, model, rows):
             return fast
         wrong = "other logits"
-    except (RuntimeError, AttributeError, TypeError) as error:  # a layer's own, or the compiler's
+    except (RuntimeError, AttributeError, TypeError) as error:  # raised by a layer or the compiler
         wrong = f"an error: {str(error).strip().splitlines()[0]}"
     print(f"slower decoding: faster layers, or the KV cache, give {wrong}", file=sys.stderr)
     return model
@@ -34,22 +34,20 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
 
 def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
     weight = next(model.parameters())
-    if compile and not weight.is_cuda:
-        print("--compile has no effect on a CPU: it is for CUDA", file=sys.stderr)
     shared = [*model.parameters(), *model.buffers()]
     fast = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
     if weight.is_cuda:
         fast.next_logits = GraphedStep(fast.next_logits, compile)
-    wide = model.config.n_embd >= WIDE
-    if weight.is_cpu and wide and torch.backends.mkldnn.is_available():
+    is_wide = model.config.n_embd >= WIDE
+    if weight.is_cpu and is_wide and torch.backends.mkldnn.is_available():
         use_onednn(fast)
     if weight.is_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
-        fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token
+        fast.cache_dtype = torch.float32  # otherwise each token would cast all keys
     return fast
 
 
 def same_logits(fast: nn.Module, model: nn.Module, rows: int) -> bool:
-    """Whether a step of many tokens and one of a single token give the model's logits."""
+    """Return whether a step of many tokens and one of a single token give the model's logits."""
     weight = next(model.parameters())
     T = min(16, model.config.block_size)
     tokens = torch.arange(rows * T, device=weight.device).view(rows, T) % model.config.vocab_size
@@ -57,8 +55,8 @@ def same_logits(fast: nn.Module, model: nn.Module, rows: int) -> bool:
     cache = fast.new_cache()
     for new in tokens.split(max(1, T - 1), dim=1):
         logits = fast.next_logits(new, None, cache)
-    # Rounding makes less, another formula mostly more.
-    return same(logits, expected, tolerance=1e-3 if weight.dtype == torch.float32 else 0.2)
+    # Rounding makes smaller differences, another formula mostly larger ones.
+    return nearly_equal(logits, expected, tolerance=1e-3 if weight.dtype == torch.float32 else 0.2)
 
 
 def use_onednn(model: nn.Module):
@@ -73,9 +71,10 @@ def use_onednn(model: nn.Module):
 
 
 class StaticCache:
-    """Keys and values of a layer in a CUDA graph, whose shapes are fixed: each step sees all
-    block_size columns. New ones are stored in column `slot`, a tensor. The padding_mask hides the
-    columns that are still empty. With a block_size of 4, two tokens before and one new:
+    """A layer's keys and values in a CUDA graph. Its shapes are fixed: each step gets block_size
+    columns, and a padding_mask hides the columns that are still empty. The new token's column is
+    `slot`, a tensor, since the graph would keep the first value of a number. With a block_size of
+    4, two tokens before and a new one:
 
         a b . .    slot 2    a b c .    visible: a b c, so c has position 2
     """
@@ -84,7 +83,8 @@ class StaticCache:
         self.k = torch.zeros_like(cache.k)  # (B, nh, block_size, hs)
         self.v = torch.zeros_like(cache.v)
         self.slot = slot
-        self.length = cache.k.size(2) - 1  # as if full: the query's row of causal_mask is the last
+        # The query's position, so that its row of causal_mask is the last one, which hides no key.
+        self.length = cache.k.size(2) - 1
 
     def append(self, k, v, block_size):
         self.k[:, :, self.slot] = k
@@ -93,22 +93,22 @@ class StaticCache:
 
 
 class GraphedStep:
-    """next_logits, of which a step of one token is a CUDA graph, with one launch for all kernels:
-    the shapes stay the same while the cache grows. compile: fuse the kernels by torch.compile."""
+    """next_logits with a CUDA graph for steps of one token, which launches all kernels at once. The
+    shapes in it stay the same while the cache grows. compile: fuse the kernels by torch.compile."""
 
     def __init__(self, plain, compile: bool):
         self.plain = plain
         self.compile = compile
-        # The graph's input, once there is a graph: idx (B, 1), slot (1,), visible (B, block_size),
-        # static, a StaticCache for each layer. Its output: logits (B, V).
-        self.idx = None
-        self.cache = None  # of the text being drawn, whose memory is that of `static`
+        # The graph's input: idx (B, 1), slot (1,), visible (B, block_size), static, which is a
+        # StaticCache for each layer. Its output: logits (B, V).
+        self.idx = torch.empty(0)  # no graph yet
+        self.cache = None  # the cache of the text being drawn, with the memory of `static`
 
-    def __call__(self, idx, padding_mask=None, cache=None):
-        past = cache[0].length if cache else 0
+    def __call__(self, idx, padding_mask, cache):
+        past = cache[0].length
         if past == 0 or idx.size(1) > 1:
             return self.plain(idx, padding_mask, cache)
-        if self.idx is None or self.idx.shape != idx.shape:
+        if self.idx.shape != idx.shape:
             self.capture(idx, cache)
         if cache is not self.cache:
             self.begin_text(past, padding_mask, cache)
@@ -122,7 +122,7 @@ class GraphedStep:
     def begin_text(self, past, padding_mask, cache):
         """Copy a cache into the graph's memory, which the cache uses from then on."""
         for static, layer in zip(self.static, cache, strict=True):
-            static.k[:, :, :past] = layer.k[:, :, :past]  # the rest is not initialised
+            static.k[:, :, :past] = layer.k[:, :, :past]  # later columns are not initialised
             static.v[:, :, :past] = layer.v[:, :, :past]
             layer.k = static.k
             layer.v = static.v
@@ -143,9 +143,9 @@ class GraphedStep:
             return self.plain(self.idx, self.visible, self.static)
 
         run = torch.compile(step, fullgraph=True) if self.compile else step
-        torch.cuda.synchronize()  # the other stream waits for nothing
+        torch.cuda.synchronize()  # the new stream does not wait for earlier work
         with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(2):  # what only first calls do does not belong in the graph
+            for _ in range(2):  # first calls do more than a graph should record
                 run()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -153,31 +153,31 @@ class GraphedStep:
 
 
 class Sample:
-    """A text as it is drawn. `unprinted` has whole characters, and nothing from a stop text on: of
-    the stop text "END" the letters "EN" are held until the next one decides."""
+    """A text as it is drawn. `unprinted` has whole characters up to a stop text. With the stop text
+    "END", the letters "EN" are held until the next one decides. A stop text that was found stays
+    held: it is found again, so that nothing follows it."""
 
     def __init__(self, prompt: str, ids: list[int], stop: tuple[str, ...] = ()):
         self.ids = list(ids)
         self.n_prompt = len(ids)
         self.unprinted = prompt
-        self.held = ""  # the last characters, with which a stop text may begin
+        self.held = ""  # the last characters, which may begin a stop text
         self.ended = False
         self.stop = stop
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token: int, tokenizer):
-        """Add the next token. A special token ends the text."""
-        if not self.ended:
-            self.ids.append(token)
-            if token in tokenizer._special_tokens.values():
-                self.feed(b"", final=True)
-            else:
-                self.feed(tokenizer.decode_single_token_bytes(token))
-
-    def feed(self, raw: bytes, final: bool = False):
-        """Add the next bytes, all that there are if `final`. Nothing follows the end."""
+        """Add the next token, unless the text has ended. A special token ends it."""
         if self.ended:
             return
+        self.ids.append(token)
+        if token in tokenizer._special_tokens.values():
+            self.feed(b"", final=True)
+        else:
+            self.feed(tokenizer.decode_single_token_bytes(token))
+
+    def feed(self, raw: bytes, final: bool = False):
+        """Add the next bytes. final: no more follow."""
         text = self.held + self.decoder.decode(raw, final)
         ends = [text.find(stop) for stop in self.stop if stop in text]
         self.ended = final or bool(ends)
@@ -186,14 +186,3 @@ class Sample:
         end = min(ends, default=safe)
         self.unprinted += text[:end]
         self.held = text[end:]
-
-
-def print_in_order(waiting: list[Sample]):
-    """Print what is new of the first sample. If it has ended, take it and print the one after."""
-    while waiting:
-        print(waiting[0].unprinted, end="", flush=True)
-        waiting[0].unprinted = ""
-        if not waiting[0].ended:
-            return
-        del waiting[0]
-        print("\n---" if waiting else "", flush=True)

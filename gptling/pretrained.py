@@ -14,24 +14,25 @@ HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distil
 
 
 def find_checkpoint(path: str | Path = "") -> Path:
-    """The checkpoint that `path` names: a checkpoint, a run's best one, its last one if the run was
-    stopped, or a GPT-2 of the hub. Without a path it is the newest run. Raises UserError."""
-    runs = [run for run in Path("out").glob("*") if list_checkpoints(run)]
-    runs.sort(key=os.path.getmtime)
+    """Return the checkpoint that `path` names: a checkpoint, a GPT-2 of the hub, or a run's best
+    one. If the run was stopped, it is the last one. Without a path it is the newest run's. Raises
+    UserError."""
+    runs = sorted(filter(list_checkpoints, Path("out").glob("*")), key=os.path.getmtime)
     if not (path or runs):
         raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
     path = Path(path or runs[-1]).expanduser()
     checkpoints = list_checkpoints(path)
     if checkpoints:
-        stopped = "val_loss" not in read_metrics(checkpoints[-1])  # not after an evaluation
+        stopped = "val_loss" not in read_metrics(checkpoints[-1])  # saved between evaluations
         return check_files(checkpoints[-1] if stopped else best_checkpoint(path))
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):
-        names = [*map(str, runs)]
-        hint = f'runs: {names}. To continue a text: sample.py --prompt "{path}"'
-        raise UserError(f"{path}: no checkpoint there (a directory with a config.json). {hint}")
-    from huggingface_hub import snapshot_download  # tokenizers requires it
+        raise UserError(
+            f"{path}: no checkpoint there (a directory with a config.json). "
+            f'runs: {[*map(str, runs)]}. To continue a text: sample.py --prompt "{path}"'
+        )
+    from huggingface_hub import snapshot_download  # installed with tokenizers
 
     files = ["config.json", "model.safetensors", "tokenizer.json"]
     try:
@@ -48,14 +49,14 @@ def load_model(model_class: type, path: str | Path = "", allow_changed=False, **
     except SafetensorError as error:
         raise UserError(f"{path}/model.safetensors is damaged ({error}): delete {path}") from None
     except (OSError, ValueError) as error:
-        source = path / "model.py"  # in the checkpoints of train.py
+        source = path / "model.py"  # train.py keeps it in checkpoints
         hint = f" (the code that made it: {source})" if source.is_file() else ""
         raise UserError(f"{path}: {error}{hint}") from None
 
 
 def build_model(model_class: type, config, data, source: Path | None):
-    """Return a model to train with train.py's configuration: a new one, or that of a checkpoint,
-    whose sizes the configuration has. Raises UserError for sizes that do not go together."""
+    """Return a model to train with train.py's configuration: a new one, or a checkpoint's if there
+    is a source. The configuration has its sizes. Raises UserError for sizes that do not match."""
     sizes = {name: getattr(config, name) for name in vars(model_class.config_class())}
     if source is None:
         n_tokens = data.tokenizer.n_vocab
@@ -66,7 +67,7 @@ def build_model(model_class: type, config, data, source: Path | None):
             raise UserError(str(error)) from None
     else:
         data.check_tokenizer(source, config.vocab_size)
-        del sizes["block_size"]  # it keeps its own, and may be trained on shorter sequences
+        del sizes["block_size"]  # a model keeps its own if sequences are shorter
         model = load_model(model_class, source, config.allow_changed_model, **sizes)
     model.restrict_to_tokens(gpt2_format.token_ids(data.tokenizer_json))
     return model.train()

@@ -137,7 +137,7 @@ def test_train_py_may_come_through_a_pipe(here):
     [
         ("prepare.py", PrepareConfig, "prepare.py [-h] [OPTIONS] [SOURCES]"),
         ("train.py", TrainConfig, "train.py [-h] [OPTIONS]"),
-        ("sample.py", SampleConfig, "sample.py [-h] [OPTIONS] [RUN]"),
+        ("sample.py", SampleConfig, "sample.py [-h] [OPTIONS] [MODEL]"),
         ("gptling/compare.py", CompareConfig, "gptling/compare.py [-h] [PATCHES] "),
     ],
 )

@@ -35,6 +35,17 @@ def test_the_formula_is_that_of_transformers(theirs):
     torch.testing.assert_close(ours, logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("old, new", [("ln_f.", "norm."), ("h.", "layers."), ("wpe.", "more.")])
+def test_a_tensor_with_another_name_is_none_of_a_gpt2(theirs, old, new):
+    """The check's own layers have other names, which transformers does not know."""
+    tensors = theirs.transformer.state_dict()
+    for name in [name for name in tensors if name.startswith(old)]:
+        tensors[name.replace(old, new)] = tensors.pop(name)
+    idx, config = torch.zeros(1, 3, dtype=torch.int64), GPTConfig(block_size=16, **SIZES)
+    with pytest.raises(ValueError, match="a GPT-2 differs in "):
+        gpt2_logits(tensors, config, idx)
+
+
 CHANGED = """model.py no longer computes a GPT-2. If you changed it on purpose, this is expected:
 tests marked gpt2 are skipped then, and checkpoints say model_type gptling, so that no program takes
 them for a GPT-2. If you did not, model.py has a bug that this test alone may report."""
