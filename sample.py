@@ -183,4 +183,4 @@ def main():
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, needs_reader=True)

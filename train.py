@@ -158,8 +158,8 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
 
 
 def print_jump(optimizers: list, progress, config: TrainConfig):
-    """Print that the learning rate of a resumed run differs from that of its last step, as with a
-    larger --max_iters."""
+    """Print it if the learning rate of a resumed run does not continue from its last step's, as
+    with a larger --max_iters."""
     group = optimizers[0].param_groups[0]
     before = group["lr"] / group.get("lr_scale", 1)
     now = learning_rate(progress.step - 1, progress.max_iters, config)
@@ -188,14 +188,14 @@ def main():
     model, forward, optimizers = set_up(config, data, start.checkpoint, processes)
     dtype = processes.pick_dtype(config)  # precision of matmuls
     autocast = processes.autocast(dtype)
+    validation = data, config.batch_size, processes, autocast  # what an evaluation needs
     if config.eval_only:
-        validation = data, config.batch_size, processes, autocast
         return evaluation.print_loss(start.checkpoint, model, *validation)
 
     # ------------------------------------------------------------ state
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
-    # The run saves and resumes all of these. To add an object that has state_dict() and
-    # load_state_dict(), give it a name here: average=average.
+    # A run saves and resumes its state. To add an object with state_dict() and load_state_dict(),
+    # pass it by a name: average=average.
     state = State(config, model, optimizers, start.sources, scaler=scaler)
     progress = state.progress
     if start.saved:
@@ -211,7 +211,8 @@ def main():
     stopped = 0  # the number of a signal that a process got
     while progress.step < progress.max_iters:
         step = progress.step
-        max_iters = clock.fitting_steps(step)  # the speed decides if there is a time budget
+        # config.max_iters is the first plan's: with a time budget, the machine's speed decides.
+        max_iters = clock.fitting_steps(step)
         if max_iters != progress.max_iters:
             progress.max_iters = max_iters
             report.new_plan(clock.step_time(), clock.evaluation_time())
@@ -225,14 +226,14 @@ def main():
         n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # all processes' sum
         losses = {}  # the mean loss of the step, and of each term that a changed model adds
         for micro_step, (x, y) in enumerate(batch):
-            # Dropout is a function of the micro-batch, wherever it is computed.
+            # Dropout depends on the micro-batch, not on the process that computes it.
             torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
             # Gradients travel between processes once a step, with the last micro-batch.
             processes.sync_gradients(micro_step == len(batch) - 1)
             with autocast:
                 terms = evaluation.loss_terms(forward(x, y))
-            # A mean over the micro-batch's targets becomes part of one over all of the step's.
-            # Gradients are averaged over processes, so their number is a factor.
+            # The loss is a mean over this micro-batch. Times its share of the step's targets, it
+            # adds up to the step's mean. DDP divides gradients by world_size, so multiply by it.
             weight = (y != -100).sum() * world_size / n_targets.clamp(min=1)
             scaler.scale(sum(terms.values()) * weight).backward()
             for name, value in terms.items():
@@ -249,7 +250,7 @@ def main():
         stopped = processes.all_reduce_max(processes.signal)
         if device == "cpu" or report_now or stopped:
             evaluation.check_finite(losses["loss"], norm, scaler, done, config)  # waits for a GPU
-        # One decision for all: the scaler's own looks at each optimizer's gradients alone.
+        # All optimizers skip the step, or none: the scaler judges each by its own gradients.
         overflow = scaler.is_enabled() and not math.isfinite(norm)
         for optimizer in optimizers:
             if not overflow:
@@ -263,7 +264,6 @@ def main():
             report.training(losses, norm, optimizers, clock.seconds_left(done, max_iters))
         if evaluate_now:
             processes.check_weights(model)
-            validation = data, config.batch_size, processes, autocast
             metrics = {"step": done} | report.attempt(evaluation.evaluate, model, *validation)
             if done == max_iters and config.eval_tokens == -1 and "val_loss" in metrics:
                 metrics |= report.attempt(evaluation.evaluate_whole, metrics, model, *validation)
@@ -278,8 +278,8 @@ def main():
 
     # ------------------------------------------------------------ end
     report.close(stopped=progress.step < progress.max_iters)
-    processes.barrier()  # torchrun ends the others, the writing one too, soon after the first
-    return 128 + stopped if stopped else 0
+    processes.barrier()  # torchrun ends all soon after the first, even the one that still writes
+    return 128 + stopped if progress.step < progress.max_iters else 0
 
 
 if __name__ == "__main__":

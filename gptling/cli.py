@@ -57,15 +57,34 @@ def describe(error: Exception) -> str:
     return ""
 
 
-def launch(main: Callable[[], int | None]):
-    """Run a script's main. A mistake ends it with one line and exit code 1, a bug as in Python."""
+def drop_unread(stream: TextIOWrapper):
+    """Let a stream drop what no one reads any more, as after `train.py | head`."""
+    write = stream.write
+
+    def write_or_drop(text: str) -> int:
+        try:
+            return write(text)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            return len(text)
+
+    stream.write = write_or_drop
+
+
+def launch(main: Callable[[], int | None], *, needs_reader: bool = False):
+    """Run a script's main. A mistake ends it with one line and exit code 1, a bug as in Python. The
+    script continues if no one reads its output any more, unless it needs a reader."""
     # A fast exit: the last collection need not look through all of PyTorch. Triton is imported
     # later, since its bindings would report frozen objects as leaks.
     gc.freeze()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # after cleaning up
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # a service may have none
+        setattr(sys, name, stream)
         if isinstance(stream, TextIOWrapper):  # IDLE and notebooks have their own kind
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
+            if not needs_reader:
+                drop_unread(stream)
     try:
         code = main() or 0
     except KeyboardInterrupt:
@@ -122,15 +141,16 @@ def load_config(cls: type, description: str, argv: list[str] | None = None, *, p
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return the settings of a preset. config/NAME.toml is found from any directory."""
+    """Return the settings of a preset. The project's config/NAME.toml is found from any directory
+    that has no config/NAME.toml of its own."""
     if not name.endswith(".toml"):
         raise UserError(
             f"{name} is no preset: python prepare.py {name} reads a text, "
             f"--dataset={name} trains on prepared data, --out_dir={name} --resume continues a run"
         )
-    file = CONFIG.parent / name
+    file = Path(name)
     if not file.is_file():
-        file = Path(name)
+        file = CONFIG.parent / name
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError

@@ -71,18 +71,17 @@ class Clock:
         is_warm = step > self.first_step + 1  # the first step allocates, and compiles
         has_news = is_warm and self.note(step, elapsed)
         budget = 60 * self.config.minutes
-        if not budget:
-            return self.progress.max_iters
         fitting = self.progress.max_iters
+        if not budget:
+            return fitting
         if has_news:
             fitting = self.steps_within(budget - now, step)
         proposed = fitting if self.processes.is_main else 0  # the first process's is the largest
         return self.processes.all_reduce_max(proposed)
 
     def note(self, step: int, elapsed: float) -> bool:
-        """Note the seconds between step `step` and the step before it, which may have an evaluation
-        in between. Before step_time is known, both count as a step. Return whether one of the two
-        times has changed."""
+        """Note the seconds since the last call: a step's, perhaps with an evaluation. Before step_time
+        is known, both count as a step. Return whether one of the two times has changed."""
         if self.evaluates_after(step) and self.means:
             self.evaluation = max(0.01, elapsed - self.step_time())
             return True
@@ -106,8 +105,8 @@ class Clock:
             return max_iters
         if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds):
             return max_iters
-        longer = range(step + 1, max(self.most, max_iters) + 1)
-        fit = bisect.bisect(longer, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
+        possible = range(step + 1, max(self.most, max_iters) + 1)
+        fit = bisect.bisect(possible, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
         return step + max(1, fit)
 
 

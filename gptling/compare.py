@@ -7,10 +7,12 @@
 Presets and flags after -- are for train.py on all sides. A patch may add its own in a line
 "# flags:", and flags for prepare.py in a line "# prepare:". Finished runs are kept."""
 
+import functools
 import hashlib
 import json
 import operator
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -19,13 +21,14 @@ import sys
 from collections import namedtuple
 from dataclasses import dataclass
 from glob import glob
+from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from statistics import mean, stdev
 
 import tyro
 
-from gptling.cli import Empty, launch, load_config
+from gptling.cli import Empty, PositiveInt, check_numbers, launch, load_config
 from gptling.files import UserError, lock_directory
 
 OUT = Path("out/compare")
@@ -42,14 +45,17 @@ Side = namedtuple("Side", "name tree flags")
 @dataclass
 class CompareConfig:
     patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # patch files, each a side
-    seeds: int = 3  # runs per side, with --seed=1, 2, ...
+    seeds: PositiveInt = 3  # runs per side, with --seed=1, 2, ...
     prepare: Empty[str] = ""  # arguments of prepare.py for each side: "my.txt --tokenizer=bpe"
+
+    def __post_init__(self):
+        check_numbers(self)
 
 
 def execute(*command: str | Path) -> str:
     """Run a program and return the last line that it prints. If it fails, exit with all its lines.
     git works on an index in out/compare: yours stays unchanged."""
-    env = os.environ | {"GIT_INDEX_FILE": str(OUT / "index")}
+    env = os.environ | {"GIT_INDEX_FILE": str(OUT.resolve() / "index")}
     process = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=env
     )
@@ -59,20 +65,37 @@ def execute(*command: str | Path) -> str:
     return output.rpartition("\n")[2]
 
 
+@functools.cache
+def prefix() -> str:
+    """Return the place of the project in its repository: "", or a folder such as "llm/"."""
+    return execute("git", "rev-parse", "--show-prefix")
+
+
+def code_of(side: str) -> Path:
+    """Return the folder with the code of a side."""
+    return OUT / side / prefix()
+
+
 def make_side(name: str, flags: list[str], prepare: list[str]) -> Side:
     """Write the files in git's index to out/compare/NAME, and prepare the data of this side."""
     folder = OUT / name
     shutil.rmtree(folder, ignore_errors=True)
-    execute("git", "checkout-index", "--all", f"--prefix={folder}/")
+    execute("git", "checkout-index", "--all", f"--prefix={folder.resolve()}/")
     if prepare:
         data = f"compare-{name}"
-        execute(sys.executable, folder / "prepare.py", *prepare, f"--name={data}", "--overwrite")
+        execute(
+            sys.executable, code_of(name) / "prepare.py", *prepare, f"--name={data}", "--overwrite"
+        )
         flags = [*flags, f"--dataset={data}"]
-    return Side(name, execute("git", "write-tree"), tuple(flags))
+    return Side(name, execute("git", "write-tree", f"--prefix={prefix()}"), tuple(flags))
 
 
 def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -> list[Side]:
-    """Return the sides. The first is compared with each of the others."""
+    """Return the sides. The first is compared with each of the others. Raises UserError for two
+    patches of one name, since the name is a side's folder."""
+    names = [Path(patch).stem for patch in patches]
+    if len({*names, "working-tree", "run"}) < len(names) + 2:
+        raise UserError(f"the names of the patches have to differ: {', '.join(names)}")
     execute("git", "read-tree", "HEAD")
     sides = [] if patches else [make_side("last-commit", flags, prepare)]
     execute("git", "add", "--update")
@@ -84,35 +107,38 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
         own = dict(re.findall(r"^# (flags|prepare):(.*)$", patch.read_text("utf-8"), re.M))
         own_flags = own.get("flags", "").split()
         own_prepare = own.get("prepare", "").split()
-        execute("git", "apply", "--cached", patch)
+        execute("git", "apply", "--cached", f"--directory={prefix()}", patch)
         sides.append(make_side(patch.stem, flags + own_flags, prepare + own_prepare))
-        execute("git", "apply", "--cached", "--reverse", patch)
+        execute("git", "apply", "--cached", "--reverse", f"--directory={prefix()}", patch)
     return sides
 
 
 def count_steps(side: Side) -> int:
     """Return --max_iters in the flags and presets of a side, or 500. Its own code reads them."""
-    script = OUT / side.name / "count_steps.py"
+    script = code_of(side.name) / "count_steps.py"
     script.write_text(COUNT_STEPS)
     return int(execute(sys.executable, script, *side.flags))
 
 
 def train(side: Side, seed: int, steps: int) -> dict:
     """Train by the side's own train.py. Return the last evaluation, with the time of a step in ms.
-    The log is kept, and read again if the code, the flags, the presets and all prepared data are
-    the same."""
+    The log is kept, and read again if the code, the flags, the presets, all prepared data and the
+    machine are the same."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
     files = [*filter(os.path.isfile, flags), *sorted(glob("data/*/meta.json"))]
     contents = [Path(file).read_bytes() for file in files]
-    key = repr((side.tree, flags, contents)).encode()
+    threads = os.environ.get("OMP_NUM_THREADS"), os.cpu_count()
+    machine = version("torch"), sys.version, platform.processor(), threads
+    key = repr((side.tree, flags, contents, machine)).encode()
     finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
     is_new = not finished.exists()
     if is_new:
         print(f"seed {seed}: {side.name}, {steps} steps")
-        folder = OUT / side.name
-        flags += [f"--out_dir={folder / 'run'}", "--overwrite", "--curves=False"]
-        execute(sys.executable, folder / "train.py", *flags)
-        shutil.copy(folder / "run" / "log.jsonl", finished)
+        run = OUT / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        flags += [f"--out_dir={run}", "--curves=False"]
+        execute(sys.executable, code_of(side.name) / "train.py", *flags)
+        shutil.copy(run / "log.jsonl", finished)
     log = [json.loads(line) for line in finished.read_text("utf-8").splitlines()]
     result = log[-1] | {"ms": step_time(log)}
     if is_new:

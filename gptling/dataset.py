@@ -45,9 +45,7 @@ class Dataset:
             remedy = f"prepare more text, or lower --block_size={block_size}"
             raise UserError(f"{directory} has sequences of {self.longest} tokens at most: {remedy}")
         self.block_size = block_size
-        self.offset = (
-            0  # sequences that a resumed run has drawn beyond step * batch, see get_sequences
-        )
+        self.offset = 0  # see get_sequences
         self.validate_on(eval_tokens)
 
     def validate_on(self, eval_tokens: int):
@@ -90,13 +88,10 @@ class Dataset:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
         place = processes.rank, processes.world_size
         sequences = get_sequences(self.train, config, step, *place, offset=self.offset)
-        batches = []
-        for ids in sequences:
-            ids = processes.to_device(ids)  # (B, T + 1)
-            inputs = ids[:, :-1]
-            targets = ids[:, 1:].clone()  # a copy, which you may change
-            batches.append((inputs, targets))
-        return batches
+        on_device = map(processes.to_device, sequences)  # (B, T + 1) each
+        return [
+            (ids[:, :-1], ids[:, 1:].clone()) for ids in on_device
+        ]  # you may change the targets
 
     def validation_batches(self, batch_size: int, processes) -> Iterator[tuple]:
         """Yield (inputs, targets) of this process's share of the validation sequences. A shorter
@@ -110,11 +105,8 @@ class Dataset:
             for row, start in enumerate(starts):
                 ids = self.val[start : start + length]
                 sequences[row, : len(ids)] = ids
-            sequences = torch.from_numpy(sequences)
-            sequences = processes.to_device(sequences)
-            inputs = sequences[:, :-1]
-            targets = sequences[:, 1:]
-            yield inputs.clamp(min=0), targets
+            ids = processes.to_device(torch.from_numpy(sequences))
+            yield ids[:, :-1].clamp(min=0), ids[:, 1:]
 
 
 def training_data(config, saved: dict | None = None) -> Dataset:

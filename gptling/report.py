@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 import time
 import traceback
@@ -101,8 +102,8 @@ class Report:
         entry["seconds"] = round(self.progress.seconds, 3)
         try:
             with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
-                # JSON has no infinity, which the norm of a float16 step may be.
-                file.write(json.dumps(entry).replace(": Infinity", ": null") + "\n")
+                # JSON has no infinity and no NaN, which the norm of a float16 step may be.
+                file.write(re.sub("-?Infinity|NaN", "null", json.dumps(entry)) + "\n")
             self.show(entry)
         except Exception as error:
             self.curves = self.wandb = False
@@ -114,6 +115,8 @@ class Report:
         try:
             return function(*arguments) or {}
         except Exception as error:
+            if self.processes.world_size > 1:  # the others would wait for this process
+                raise
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
             self.say(f"{function.__name__} failed at {where}: {error!r:.99}")
@@ -193,7 +196,9 @@ class Report:
 
     def sample(self, seed: int):
         """Print the validation text's first tokens, a bar, and the model's text, in one line."""
+        torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
         self.attempt(self.write_sample, seed)
+        torch.use_deterministic_algorithms(self.config.deterministic)
         self.last_time = time.perf_counter()  # an evaluation's time is not the training's
 
     def write_sample(self, seed: int):
@@ -202,11 +207,9 @@ class Report:
         prompt = self.data.val[:8].tolist()
         idx = torch.tensor([prompt], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
-        torch.use_deterministic_algorithms(False)  # a GPU has none for cumulative sums
         with eval_mode(model):
             tokens = model.generate(idx, 80, temperature=0.8, top_k=200, generator=generator)
             drawn = [token.item() for token in tokens]
-        torch.use_deterministic_algorithms(self.config.deterministic)
         words = f"{decode(prompt)} | {decode(drawn)}".split()
         self.say(f"sample: {' '.join(words):.90}")
 
@@ -230,7 +233,8 @@ class Report:
             loss += f" over {tokens:,} of {self.all_targets:,} tokens"
         print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
         newest = comparable(read_metrics(list_checkpoints(self.config.out_dir)[-1]))[0]
-        overfitted_since = metrics["step"] if newest > 1.005 * comparable(metrics)[0] else None
+        has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf
+        overfitted_since = metrics["step"] if has_risen else None
         print(advice(self.config, self.data, self.progress.step, overfitted_since))
         if self.gpu:
             gigabytes = torch.cuda.max_memory_allocated() / 1e9

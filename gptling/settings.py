@@ -1,7 +1,7 @@
 """Where each setting of a training run gets its value:
 
 - A new run: defaults < presets < flags. What is None then comes from a plan for --minutes, or from
-  SMALL for --max_iters.
+  SMALL for --max_iters. In both cases fill_in in schedule.py adds rates and warm-up.
 - --resume: the settings of the run < presets < flags.
 - --init_from: the sizes of that model, and the rest as in a new run."""
 
@@ -26,7 +26,7 @@ from gptling.run import (
 from gptling.schedule import fill_in
 from gptling.state import read_sources
 
-# Settings of a run of --max_iters that nobody has given. Its rates follow from these: fill_in.
+# What a run of --max_iters gets for settings without a value. fill_in derives its rates from these.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
 SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1, "weight_decay": 0.1}
 SMALL |= {"bpe_dropout": 0.0, "max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
@@ -50,12 +50,13 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     description = sys.modules[config_class.__module__].__doc__
     config, given = cli.load_config(config_class, description, presets=True)
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
-    length = next((name for name in given if name in ("minutes", "max_iters")), "")  # the last flag
-    if length == "minutes" and not config.minutes:
+    lengths = ("minutes", "max_iters")
+    length_flag = next((name for name in given if name in lengths), "")  # the last of the two
+    if length_flag == "minutes" and not config.minutes:
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
     if not config.eval_only:
-        config = resume_or_begin(config, given, length, start)
+        config = resume_or_begin(config, given, length_flag, start)
     if config.init_from != "scratch" and not start.saved:
         start.checkpoint = find_checkpoint(config.init_from)
     processes.use_device(config.device)
@@ -70,10 +71,11 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         quickstart()
     processes.barrier()
     if start.saved:
-        change_length(config, length, start.saved["progress"])
-    elif config.eval_only or (config.max_iters and length != "minutes"):
+        change_length(config, length_flag, start.saved["progress"])
+    elif config.eval_only or (config.max_iters and length_flag != "minutes"):
         config.minutes = 0.0
-        fill_in(config, small(stored.get("block_size")))
+        longest = stored.get("block_size", SMALL["block_size"])
+        fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
     else:
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
         plan.complete(config, stored.get("block_size"), build, processes)
@@ -81,10 +83,10 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     return config, start
 
 
-def resume_or_begin(config, given: dict, length: str, start: Start):
+def resume_or_begin(config, given: dict, length_flag: str, start: Start):
     """Lock the directory of the run. Return the configuration: a resumed run's, or the given one.
-    Raises UserError for a run that no flag allows to continue, or that has ended, unless
-    --auto_resume finds the latter: that exits, as in a chain of jobs."""
+    Raises UserError for a run that these flags cannot continue, or that has ended. With
+    --auto_resume, as in a chain of jobs, a run that has ended ends with exit code 0."""
     run = start.run
     run.acquire()
     checkpoints = list_checkpoints(run.path)
@@ -107,8 +109,8 @@ def resume_or_begin(config, given: dict, length: str, start: Start):
     edited = [k for k, value in read_settings(run.path).items() if saved.get(k) != value]
     if edited:
         names = ", ".join(edited)
-        print(f"{run.path}/config.toml has another {names}, which --resume reads as flags alone")
-    is_longer = config.resume and length == "minutes"
+        print(f"{run.path}/config.toml was edited ({names}), which has no effect: give flags")
+    is_longer = config.resume and length_flag == "minutes"
     config = resumed_config(config, saved, given)
     if step >= config.max_iters and not is_longer:
         if config.auto_resume:
@@ -161,11 +163,6 @@ def adopt_sizes(config, given: dict, stored: dict, checkpoint: Path):
         is_shorter = name == "block_size" and value < stored[name]  # a shorter context is allowed
         if value != stored[name] and not is_shorter:
             raise UserError(f"--{name}={value}: {checkpoint} has {stored[name]}")
-
-
-def small(longest: int | None = None) -> dict[str, Any]:
-    """Return SMALL, with sequences that are no longer than a model allows."""
-    return SMALL | {"block_size": min(SMALL["block_size"], longest or SMALL["block_size"])}
 
 
 def change_length(config, flag: str, progress: dict):

@@ -35,8 +35,11 @@ class Progress:
         return self.seconds_before + startup.seconds()
 
     def update_best(self, metrics: dict):
-        """Note the loss of an evaluation. One over other tokens begins a new comparison."""
+        """Note the loss of an evaluation, if there is one. One over other tokens begins a new
+        comparison."""
         loss, tokens = comparable(metrics)
+        if tokens is None:
+            return
         if self.best_tokens not in (tokens, None):
             self.best = math.inf
         self.best = min(self.best, loss)
@@ -93,11 +96,8 @@ class State:
         code = self.code()
         if changed := [name for name in code if code[name] != saved["code"].get(name)]:
             print(f"changed since that checkpoint: {', '.join(changed)}")
-        done = saved["progress"]
-        self.progress.step = done["step"]
-        self.progress.best = done["best"]
-        self.progress.best_tokens = done.get("best_tokens")
-        self.progress.seconds_before = done["seconds"]
+        done = dict(saved["progress"])
+        vars(self.progress).update(seconds_before=done.pop("seconds"), **done)
         before = saved["code"]["optimizers"], saved["optimizers"], saved["settings"]
         for optimizer, name, state, groups in zip(self.optimizers, *before, strict=False):
             if name == type(optimizer).__name__:

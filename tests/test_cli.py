@@ -73,14 +73,16 @@ def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
     preset, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config").mkdir()
-    (tmp_path / f"config/{preset}.toml").write_text("of = another project")
     c, given = load_config(TrainConfig, "", [f"config/{preset}.toml"], presets=True)
     needed = "dataset block_size batch_size optimizer learning_rate schedule min_lr warmup_iters "
     needed += "beta2 max_iters eval_interval "  # so that no recipe changes with the quick start
     needed += "n_layer n_head n_embd bias " * (c.init_from == "scratch")  # otherwise the model's
     needed += "muon_lr muon_momentum" * (c.optimizer == "muon")
     assert set(needed.split()) <= given.keys()
+    (tmp_path / "config").mkdir()
+    (tmp_path / f"config/{preset}.toml").write_text("max_iters = 7")
+    _, given = load_config(TrainConfig, "", [f"config/{preset}.toml"], presets=True)
+    assert given == {"max_iters": 7}, "a file of the user's own comes first"
 
 
 @pytest.mark.parametrize(
@@ -112,14 +114,17 @@ def test_a_script_ends_with_one_line_and_a_bug_with_its_traceback(
     assert named in text and text.count("\n") == (code == 1)
 
 
-def test_a_reader_who_has_had_enough_ends_a_script_in_silence():
-    code = "from gptling.cli import launch; launch(lambda: print('ü' * 1_000_000))"
+@pytest.mark.parametrize("needs_reader, code", [(True, 1), (False, 7)])
+def test_a_reader_who_has_had_enough_ends_a_text_but_no_work(needs_reader, code):
+    """In silence."""
+    main = "lambda: print('ü' * 1_000_000) or print('more') or 7"
+    command = f"from gptling.cli import launch; launch({main}, needs_reader={needs_reader})"
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **streams) as process:
+    with subprocess.Popen([sys.executable, "-c", command], cwd=ROOT, **streams) as process:
         assert process.stdout.read(2).decode() == "ü"
         process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait() == 1
+        assert process.stderr.read() == b"" and process.wait() == code
 
 
 @pytest.mark.slow

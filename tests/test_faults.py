@@ -92,7 +92,7 @@ def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
     file = finished / "out/mine/config.toml"
     file.write_text(file.read_text().replace("learning_rate = 0.01", "learning_rate = 0.5"))
     output = said(run_here("train.py", *RESUME, "--max_iters=22", cwd=finished))
-    assert "config.toml has another learning_rate, which --resume reads as flags alone" in output
+    assert "config.toml was edited (learning_rate), which has no effect: give flags" in output
 
 
 def test_a_run_that_has_ended_ends_a_chain_of_jobs_without_an_error(finished):
