@@ -33,7 +33,7 @@ from gptling.clock import Clock
 from gptling.dataset import training_data
 from gptling.muon import Muon
 from gptling.pretrained import build_model
-from gptling.processes import Processes
+from gptling.processes import Processes, whole
 from gptling.report import Report
 from gptling.settings import settle
 from gptling.state import State
@@ -242,7 +242,7 @@ def main():
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        norm = norm.full_tensor() if processes.sharded else norm
+        norm = whole(norm)
 
         done = step + 1
         evaluate_now = clock.evaluates_after(done)

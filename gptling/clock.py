@@ -70,18 +70,17 @@ class Clock:
         self.last_look = now
         is_warm = step > self.first_step + 1  # the first step allocates, and compiles
         has_news = is_warm and self.note(step, elapsed)
-        budget = 60 * self.config.minutes
         fitting = self.progress.max_iters
-        if not budget:
+        if not self.config.minutes:
             return fitting
         if has_news:
-            fitting = self.steps_within(budget - now, step)
-        proposed = fitting if self.processes.is_main else 0  # the first process's is the largest
-        return self.processes.all_reduce_max(proposed)
+            fitting = self.steps_within(60 * self.config.minutes - now, step)
+        # The other processes have 0, so that the first one's is the largest.
+        return self.processes.all_reduce_max(fitting * self.processes.is_main)
 
     def note(self, step: int, elapsed: float) -> bool:
-        """Note the seconds since the last call: a step's, perhaps with an evaluation. Before step_time
-        is known, both count as a step. Return whether one of the two times has changed."""
+        """Note the seconds since the last call: a step's, perhaps with an evaluation. Before
+        step_time is known, both count as a step. Return whether one of the times has changed."""
         if self.evaluates_after(step) and self.means:
             self.evaluation = max(0.01, elapsed - self.step_time())
             return True

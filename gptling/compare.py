@@ -94,7 +94,7 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
     """Return the sides. The first is compared with each of the others. Raises UserError for two
     patches of one name, since the name is a side's folder."""
     names = [Path(patch).stem for patch in patches]
-    if len({*names, "working-tree", "run"}) < len(names) + 2:
+    if len({*names, "working-tree"}) <= len(names):
         raise UserError(f"the names of the patches have to differ: {', '.join(names)}")
     execute("git", "read-tree", "HEAD")
     sides = [] if patches else [make_side("last-commit", flags, prepare)]
@@ -134,7 +134,7 @@ def train(side: Side, seed: int, steps: int) -> dict:
     is_new = not finished.exists()
     if is_new:
         print(f"seed {seed}: {side.name}, {steps} steps")
-        run = OUT / "run"
+        run = OUT / side.name / "run"
         shutil.rmtree(run, ignore_errors=True)
         flags += [f"--out_dir={run}", "--curves=False"]
         execute(sys.executable, code_of(side.name) / "train.py", *flags)

@@ -21,8 +21,7 @@ class Dataset:
     def __init__(self, name: str, block_size: int, eval_tokens: int = 0):
         directory = Path("data") / name
         if not (directory / "meta.json").is_file():
-            files = sorted(Path("data").glob("*/meta.json"))
-            prepared = [file.parent.name for file in files]
+            prepared = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
             remedy = f"python prepare.py YOUR.txt --name={name}, or --dataset from {prepared}"
             raise UserError(f"{directory} has no prepared text: {remedy}")
         self.directory = directory
@@ -33,14 +32,13 @@ class Dataset:
         shards = sorted(directory.glob("train-*.npy"))
         self.train = [np.load(shard, mmap_mode="r") for shard in shards]
         self.val = np.load(directory / "val.npy", mmap_mode="r")
-        lengths = [*map(len, self.train)]
-        self.n_tokens = sum(lengths)
+        self.n_tokens = sum(map(len, self.train))
         stored = [meta.get(split, {}).get("tokens") for split in ("train", "val")]
         if stored not in ([None, None], [self.n_tokens, len(self.val)]):
             counts = f"{self.n_tokens:,} and {len(self.val):,} tokens, not {stored}"
             raise UserError(f"{directory} has {counts}: prepare the text again with --overwrite")
-        n_shared = min(max(lengths), len(self.val))
-        self.longest = n_shared - 1  # sequence that both splits have
+        # the longest sequence that both splits have
+        self.longest = min(max(map(len, self.train)), len(self.val)) - 1
         if self.longest < block_size:
             remedy = f"prepare more text, or lower --block_size={block_size}"
             raise UserError(f"{directory} has sequences of {self.longest} tokens at most: {remedy}")
@@ -58,11 +56,9 @@ class Dataset:
         n = min(n_all, wanted) or n_all
         chosen = np.arange(n) * n_all // n  # numbers from 0 to n_all - 1
         self.val_starts = chosen * T
-        parts = [targets[start : start + T] for start in self.val_starts]
-        ids = np.concatenate(parts)
-        sizes = bytes_per_token(self.tokenizer)[ids]
+        ids = np.concatenate([targets[start : start + T] for start in self.val_starts])
         self.val_targets = len(ids)
-        self.val_bytes = int(sizes.sum())
+        self.val_bytes = int(bytes_per_token(self.tokenizer)[ids].sum())
 
     def vary_tokens(self, dropout: float, seed: int):
         """Train on copies of the text, each with other tokens, unless dropout is 0. Raises

@@ -14,9 +14,9 @@ ROWS_AT_ONCE = 512  # rows of logits that are summed together
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the sum of the cross-entropies of logits (B, T, V), in nats, a few rows at a time."""
-    parts = [tensor.split(ROWS_AT_ONCE) for tensor in (logits.flatten(0, 1), targets.flatten())]
-    losses = [F.cross_entropy(x.float(), y, reduction="sum") for x, y in zip(*parts, strict=True)]
-    return sum(losses)
+    rows = logits.flatten(0, 1).split(ROWS_AT_ONCE)
+    pairs = zip(rows, targets.flatten().split(ROWS_AT_ONCE), strict=True)
+    return sum(F.cross_entropy(x.float(), y, reduction="sum") for x, y in pairs)
 
 
 def loss_terms(output: tuple) -> dict[str, torch.Tensor]:

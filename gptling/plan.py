@@ -98,8 +98,8 @@ class Planner:
         times = {}  # the seconds of a token, by the candidate's place. Infinity without memory
         place = 0 if self.config.n_embd else min(2, len(candidates) - 1)
         while place not in times:
-            step = self.time_step(candidates[place])
-            times[place] = step / tokens_per_step(candidates[place])
+            candidate = candidates[place]
+            times[place] = self.time_step(candidate) / tokens_per_step(candidate)
             place = self.largest_in_time(candidates, times, seconds)
         # A larger model that is hardly slower than the best is better: bfloat16 pays from a width
         # of 128 on.
@@ -127,8 +127,8 @@ class Planner:
         not too large for the text."""
         most = max(SHORT_TEXT_PARAMETERS, PARAMETERS_PER_TOKEN * self.train_tokens)
         candidates = []
-        for n_layer, n_embd in SHAPES:
-            candidate = self.configuration(n_layer, n_embd)
+        for shape in SHAPES:
+            candidate = self.configuration(*shape)
             fits = self.parameters(candidate) <= most or not candidates
             if fits and candidate not in candidates:  # equal ones if sizes are given
                 candidates.append(candidate)
@@ -146,9 +146,16 @@ class Planner:
         head_size = 32 if width < 256 else 64
         heads = range(max(1, width // head_size), 0, -1)
         set_missing(config, n_head=next(n for n in heads if width % n == 0))
+        micro_steps = config.gradient_accumulation_steps or self.processes.world_size
         if config.batch_size is None:
-            self.set_batch(config, max(1024, 9.3 * useful**0.383))
-        set_missing(config, gradient_accumulation_steps=self.processes.world_size)
+            # A batch that is too large is accumulated: 8 sequences of 2048 tokens for 16,384 become
+            # micro-batches of 4, two for each process.
+            sequences = max(1024, 9.3 * useful**0.383) / config.block_size
+            config.batch_size = nearest_power_of_two(sequences / micro_steps)
+            while config.batch_size > max(1, MICRO_BATCH_TOKENS // config.block_size):
+                config.batch_size //= 2
+                micro_steps *= 2
+        set_missing(config, gradient_accumulation_steps=micro_steps)
         set_missing(config, **self.regularisation(config, tokens))
         return config
 
@@ -167,17 +174,6 @@ class Planner:
             "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
             "bpe_dropout": bpe_dropout,
         }
-
-    def set_batch(self, config, tokens: float):
-        """Set batch_size for steps of about so many tokens, and accumulate if it is too large:
-        8 sequences of 2048 tokens for 16,384 become micro-batches of 4, two for each process."""
-        micro_steps = config.gradient_accumulation_steps or self.processes.world_size
-        batch_size = nearest_power_of_two(tokens / config.block_size / micro_steps)
-        most = max(1, MICRO_BATCH_TOKENS // config.block_size)
-        while batch_size > most:
-            batch_size //= 2
-            micro_steps *= 2
-        set_missing(config, batch_size=batch_size, gradient_accumulation_steps=micro_steps)
 
     def schedule(self, config, step: float) -> dict:
         """Return how many steps of `step` seconds fill the time with evaluations, the steps between
@@ -217,10 +213,10 @@ class Planner:
             return {"weight_decay": 0.1, "muon_decay": 0.1}
         steps_of_epoch = self.train_tokens / tokens_per_step(config)
         epochs = config.max_iters / steps_of_epoch
-        steps = max(FORGETTING_EPOCHS, 10 * FORGETTING_EPOCHS / epochs) * steps_of_epoch
+        steps = FORGETTING_EPOCHS * steps_of_epoch * max(1, 10 / epochs)
 
         def decay(rate):
-            return round(min(max(1 / max(1, steps * rate), 0.1), 0.8), 2)
+            return round(1 / min(max(steps * rate, 1.25), 10), 2)
 
         return {"weight_decay": decay(config.learning_rate), "muon_decay": decay(config.muon_lr)}
 
@@ -250,8 +246,9 @@ class Planner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        torch.compiler.reset()  # otherwise the next shape would be compiled for all shapes
-        return math.inf
+            return math.inf
+        finally:
+            torch.compiler.reset()  # otherwise the next shape would be compiled for all shapes
 
     def measure_step(self, config) -> float:
         """Return the mean seconds of at most 20 steps of a configuration, after the first one."""
@@ -283,7 +280,6 @@ class Planner:
         bar.close()
         if hasattr(forward, "_orig_mod"):  # torch.compile's
             self.compiling = times[1] - times[0]  # the run compiles once more
-            torch.compiler.reset()  # see time_step
         seconds = times[-1] - times[1]
         share = (worked[-1] - worked[0]) / seconds  # low if other programs have the processor
         self.busy |= share < 0.75 and self.processes.device == "cpu"
@@ -295,15 +291,14 @@ def complete(config, longest: int | None, set_up, processes):
     config.max_iters = None
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # neither matters here
     planner = Planner(config, data, longest, set_up, processes)
-    planned = [name for name, value in vars(config).items() if value is None]
-    if config.optimizer != "muon":
-        planned = [name for name in planned if not name.startswith("muon")]
+    before = dict(vars(config))
     planner.plan()
     plan = []
-    for name in planned:
-        value = getattr(config, name)
-        if value is not None:
-            plan.append(f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}")
+    for name, value in vars(config).items():
+        is_used = config.optimizer == "muon" or not name.startswith("muon")
+        if value != before[name] and is_used:
+            form = ".3g" if isinstance(value, float) else ""
+            plan.append(f"{name}={value:{form}}")
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
     if planner.busy:

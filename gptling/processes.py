@@ -22,8 +22,9 @@ class Processes:
         self.rank = int(os.environ.get("RANK") or 0)
         self.world_size = int(os.environ.get("WORLD_SIZE") or 1)
         if self.world_size > 1 and not os.environ.get("RANK"):
-            n = self.world_size
-            raise UserError(f"WORLD_SIZE={n} without RANK: unset it, or start with torchrun")
+            raise UserError(
+                f"WORLD_SIZE={self.world_size} without RANK: unset it, or start with torchrun"
+            )
         self.is_main = self.rank == 0  # the process that writes and prints for all
         self.signal = 0  # see catch_signals
         self.sharded = False  # whether FSDP shards the model: see wrap
@@ -40,12 +41,11 @@ class Processes:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
-    def use_device(self, device: str) -> str:
-        """Choose the device, one GPU per process. Return cpu, cuda or mps. Raises UserError."""
+    def use_device(self, device: str):
+        """Choose the device, one GPU per process. Raises UserError."""
         self.device = devices.pick_device(device)
         if self.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        return self.device
 
     def pick_dtype(self, config) -> str:
         """Return the dtype of matmuls. On a CPU, bfloat16 is faster from a width of 128 on."""
@@ -95,9 +95,9 @@ class Processes:
         self.sharded = config.fsdp and self.world_size > 1
         self.model_class = type(model)  # FSDP changes it
         self.wrapped = model
-        if self.sharded and dtype == "float16":
-            raise UserError("--fsdp: float16's scale is not shared, use another --dtype")
         if self.sharded:
+            if dtype == "float16":
+                raise UserError("--fsdp: float16's scale is not shared, use another --dtype")
             from torch.distributed.fsdp import fully_shard  # slow to import
 
             attributes = {name: vars(p) for name, p in model.named_parameters()}
@@ -151,8 +151,10 @@ class Processes:
         """Keep the number of a signal that asks for an end, such as Ctrl-C's, Slurm's USR1, or that
         of a closed terminal. A second one ends a single process at once."""
         names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-        for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        for number in signal.Signals:  # Windows has two of them
+            if (
+                number.name in names and signal.getsignal(number) != signal.SIG_IGN
+            ):  # nohup's SIGHUP
                 signal.signal(number, self._receive)
 
     def _receive(self, number, frame):

@@ -56,8 +56,7 @@ class Report:
             torch.cuda.reset_peak_memory_stats()  # measuring for a plan may have needed more
         self.last_time = time.perf_counter()
         self.next_line = -math.inf
-        self.curves = config.curves
-        self.wandb = config.wandb
+        self.shows = True  # until loss.png or Weights & Biases fails
         self.wandb_run = None
         if config.wandb:
             import wandb  # noqa: F401, so that a missing package ends the run before it begins
@@ -104,9 +103,10 @@ class Report:
             with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
                 # JSON has no infinity and no NaN, which the norm of a float16 step may be.
                 file.write(re.sub("-?Infinity|NaN", "null", json.dumps(entry)) + "\n")
-            self.show(entry)
+            if self.shows:
+                self.show(entry)
         except Exception as error:
-            self.curves = self.wandb = False
+            self.shows = False
             self.say(f"the run continues without curves: {error!r:.99}")
 
     def attempt(self, function, *arguments) -> dict:
@@ -125,9 +125,9 @@ class Report:
     def show(self, entry: dict):
         """Show an entry of the log in loss.png and Weights & Biases."""
         out_dir = Path(self.config.out_dir)
-        if self.curves and find_spec("matplotlib") and "val_loss" in entry:
+        if self.config.curves and find_spec("matplotlib") and "val_loss" in entry:
             draw_curves(out_dir)
-        if self.wandb:
+        if self.config.wandb:
             import wandb
 
             if not self.wandb_run:

@@ -41,12 +41,7 @@ def best_checkpoint(run: str | Path) -> Path | None:
     Losses over other tokens than the newest evaluation's do not count."""
     losses = {path: comparable(read_metrics(path)) for path in list_checkpoints(run)[::-1]}
     newest = next((tokens for loss, tokens in losses.values() if loss < math.inf), None)
-
-    def key(path):
-        loss, tokens = losses[path]
-        return loss if tokens == newest else math.inf
-
-    return min(losses, key=key, default=None)
+    return min(losses, key=lambda path: (losses[path][1] != newest, losses[path][0]), default=None)
 
 
 def check_files(checkpoint: Path) -> Path:
