@@ -34,7 +34,7 @@ OUTPUT = re.compile(r"(train-\d+|val)\.npy|(tokenizer|meta)\.json|\.DS_Store")
 class PrepareConfig:
     # files, folders, URLs, hf:NAME:CONFIG:SPLIT, or shakespeare. Default: Python's standard library
     sources: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()
-    encoding: str = "utf-8"  # of text files that are not UTF-8, such as cp1252 or gbk
+    encoding: str = "utf-8"  # encoding of text files that are not in UTF-8, such as cp1252
     field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
     tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
     vocab_size: int = 0  # size of a bpe with its end-of-text token. 0: 4096, or auto's choice
@@ -82,11 +82,17 @@ def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encod
     return learn("char" if kind == "auto" else kind, "train", "val")
 
 
-def print_left_out(corpus: Corpus):
-    """Print what is missing in the data, and warn on standard error if it is a large part."""
+def print_summary(target: Path, meta: dict, how: str, corpus: Corpus):
+    """Print what the data are, and what is missing. A large part is a warning before all else."""
     share = corpus.n_lost / (corpus.n_lost + corpus.sizes.sum())
     if share > 0.01:
-        print(f"prepare.py: warning: {share:.0%} of the bytes are left out", file=sys.stderr)
+        lost = f"{share:.0%} of the bytes could not be read as text"
+        print(f"prepare.py: warning: {lost}", file=sys.stderr, flush=True)
+    print(target)
+    print(f"  documents: {meta['documents']:,}, characters: {meta['characters']:,}")
+    print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")
+    print(f"  {meta['train']['tokens']:,} tokens to train on", end=", ")
+    print(f"{meta['val']['tokens']:,} to validate on")
     if corpus.n_repeated or corpus.refused:
         files = f"all or part of {len(corpus.refused):,} files"
         print(f"  left out: {corpus.n_repeated:,} repeated documents, {files}")
@@ -103,7 +109,7 @@ def prepare(config: PrepareConfig) -> Path:
         if not OUTPUT.fullmatch(path.name):
             raise UserError(f"{path} would be deleted: choose another --name")
     for path in target.resolve().parent.glob(f".{target.name}.????????"):
-        print(f"{path} is of a prepare.py that was killed, unless it still runs: delete it")
+        print(f"delete {path} if no prepare.py is writing it: one was killed")
     with new_directory(target) as directory:
         corpus = Corpus(config.sources, directory.parent, config.field, config.encoding)
         tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
@@ -127,11 +133,7 @@ def prepare(config: PrepareConfig) -> Path:
         }
         (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     how = ", chosen for this text (change with --tokenizer)" * (config.tokenizer == "auto")
-    print(target)
-    print(f"  documents: {meta['documents']:,}, characters: {meta['characters']:,}")
-    print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")
-    print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")
-    print_left_out(corpus)
+    print_summary(target, meta, how, corpus)
     return target
 
 

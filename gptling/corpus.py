@@ -99,7 +99,7 @@ def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
     if real in seen:
         return
     seen.add(real)
-    if not path.is_dir() or not os.access(path, os.R_OK):  # reading it raises the error
+    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):  # reading it says why
         yield path
         return
     inside = sorted(path.iterdir())
@@ -243,7 +243,7 @@ def validation_bytes(sizes: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     is the end, and of fewer than ten documents too."""
     total = sizes.sum()
     share = min(0.1, MAX_VALIDATION / total)
-    held_out = (sizes * share).astype(int)
+    held_out = (sizes * share).astype(np.int64)
     if len(sizes) < 10:
         return held_out
     short = np.where(sizes < 3 * share * total, sizes, 0)
@@ -300,7 +300,7 @@ class Corpus:
                 measured += self.add(file, label, encoding)
         self.refused.sort(key=lambda line: "binary" in line)  # these last
         hashes, sizes = np.array(measured, np.uint64).reshape(-1, 2).T
-        sizes = sizes.astype(int)
+        sizes = sizes.astype(np.int64)
         with_text = np.flatnonzero(sizes)  # indices of documents
         _, first = np.unique(hashes[with_text], return_index=True)  # indices in with_text
         self.n_documents = len(first)
@@ -326,7 +326,7 @@ class Corpus:
             except UNREADABLE as error:
                 reasons = [describe_unreadable(error)]
         else:
-            self.n_lost += os.path.getsize(file)
+            self.n_lost += os.path.exists(file) and os.path.getsize(file)
         self.refused += [f"{name}: {reason}" for reason in reasons]
         return measured
 

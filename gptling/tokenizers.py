@@ -156,10 +156,9 @@ def published_tokenizer(name: str) -> tiktoken.Encoding:
     """One of tiktoken's own. Raises UserError."""
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:  # of the download, or of the folder that keeps it
+    except OSError as error:  # of the download
         remedy = "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has"
-        url = getattr(getattr(error, "request", None), "url", f"it ({error})")
-        raise UserError(f"--tokenizer={name}: {remedy} {url}") from None
+        raise UserError(f"--tokenizer={name}: {remedy} {error.request.url}") from None
     except ValueError as error:
         remedy = f"give one of {TOKENIZERS}, gpt2 or a directory"
         raise UserError(f"--tokenizer={name}: {remedy}: {error}") from None
