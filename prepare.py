@@ -6,8 +6,9 @@
     python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT:train --tokenizer gpt2
 
 Output: data/NAME/ with train-00000.npy ..., val.npy (token ids), tokenizer.json and meta.json. A
-document is a file, a record, or what ends at <|endoftext|> in one. The end-of-text token separates
-documents. Equal ones are read once. The directory appears whole or not at all.
+document is a file or a record, or the text between two <|endoftext|> in a file. In the output, the
+end-of-text token separates documents. Equal documents are used once. The directory appears whole or
+not at all.
 """
 
 import json

@@ -14,9 +14,9 @@ from gptling.files import UserError
 from gptling.tokenizers import encode
 
 PASSES = 16  # copies of the text, each with other tokens
-FEWEST, MOST = 8, 256  # splits of a word: as many as its occurrences, within these limits
-LONGEST = 64  # bytes of a word that is split. Longer ones keep their tokens
-MOST_TOKENS = 10_000_000  # of a text: it costs minutes and 1 GB
+FEWEST, MOST = 8, 256  # limits of the number of splits of a word, one for each of its occurrences
+LONGEST = 64  # bytes of the longest word that is split
+MOST_TOKENS = 10_000_000  # limit of the text: so many need minutes and a gigabyte
 
 
 def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
