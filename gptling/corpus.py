@@ -283,7 +283,7 @@ def split_documents(pieces: Iterable, sizes: np.ndarray, n_train: np.ndarray):
 
 
 class Corpus:
-    """The documents of the named sources, equal ones once. `encoding` is for text files that are not
+    """The documents of the named sources, equal ones once. `encoding` is for files that are not in
     UTF-8. Downloads are in the directory `downloads`, which must exist as long as the corpus is
     read. `refused` has a line for each file that is left out or a part of it, `n_lost` the bytes of
     the files that are left out. Raises UserError if there is no text."""
@@ -310,7 +310,7 @@ class Corpus:
             raise UserError("; ".join(self.refused[:5]) or f"{sources}: no text")
         kept = with_text[np.sort(first)]
         self.sizes = sizes
-        self.n_train = np.full(len(sizes), -1)  # bytes of each document to train on, -1 for one left out
+        self.n_train = np.full(len(sizes), -1)  # bytes of each to train on, or -1: not used
         self.n_train[kept] = sizes[kept] - validation_bytes(sizes[kept], hashes[kept])
 
     def add(self, file: Path, name: str, encoding: str) -> array:
