@@ -6,13 +6,16 @@
     python prepare.py hf:HuggingFaceFW/fineweb-edu:sample-10BT:train --tokenizer gpt2
 
 Output: data/NAME/ with train-00000.npy ..., val.npy (token ids), tokenizer.json and meta.json. A
-document is a file, a record, or what ends at <|endoftext|> in one. The end-of-text token separates
-documents. Equal ones are read once. The directory appears whole or not at all.
+document is a file or a record, or the text between two <|endoftext|> in a file. In the output, the
+end-of-text token separates documents. Equal documents are used once. The directory appears whole or
+not at all.
 """
 
 import json
 import re
 import shlex
+import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +24,18 @@ import tyro
 
 from gptling import tokenizers
 from gptling.cli import Empty, UserError, launch, load_config
-from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
+from gptling.corpus import Corpus, counted, encode_on_all_cores, write_token_files
 from gptling.files import new_directory
+
+# What --overwrite may delete, and macOS' own.
+OUTPUT = re.compile(r"(train-\d+|val)\.npy|(tokenizer|meta)\.json|\.DS_Store")
 
 
 @dataclass
 class PrepareConfig:
     # files, folders, URLs, hf:NAME:CONFIG:SPLIT, or shakespeare. Default: Python's standard library
     sources: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()
+    encoding: str = "utf-8"  # encoding of text files that are not in UTF-8, such as cp1252
     field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
     tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
     vocab_size: int = 0  # size of a bpe with its end-of-text token. 0: 4096, or auto's choice
@@ -42,9 +49,11 @@ class PrepareConfig:
 
 
 def name_after(sources: tuple[str, ...]) -> str:
-    """The name of a data directory: that of its first source, without the ending."""
+    """The name of a data directory: its first source's, without the ending, or its folder's."""
     first = sources[0] if sources else "quickstart"
     first = re.sub(r"^hf:([^:]*).*|^(https?://[^?#]*).*", r"\1\2", first)
+    if not Path(first).exists():
+        first = re.sub(r"[^/\\]*[*?[].*", "", first)  # notes/*.txt: notes
     endings = r"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$"
     return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
@@ -74,19 +83,41 @@ def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encod
     return learn("char" if kind == "auto" else kind, "train", "val")
 
 
+def print_summary(target: Path, meta: dict, how: str, corpus: Corpus):
+    """Print what the data are, and what is missing. A large part is a warning before all else."""
+    share = corpus.n_lost / (corpus.n_lost + corpus.sizes.sum())
+    if share > 0.01:
+        lost = f"{share:.0%} of the bytes could not be read as text"
+        print(f"prepare.py: warning: {lost}", file=sys.stderr, flush=True)
+    print(target)
+    print(f"  documents: {meta['documents']:,}, characters: {meta['characters']:,}")
+    print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")
+    print(f"  {meta['train']['tokens']:,} tokens to train on", end=", ")
+    print(f"{meta['val']['tokens']:,} to validate on")
+    if corpus.n_repeated or corpus.refused:
+        files = f"all or part of {len(corpus.refused):,} files"
+        print(f"  left out: {corpus.n_repeated:,} repeated documents, {files}")
+        for line in corpus.refused[:5]:
+            print(f"    {line}")
+
+
 def prepare(config: PrepareConfig) -> Path:
     """Write data/NAME/ as `config` says and return it. Raises UserError."""
     target = Path("data") / (config.name or name_after(config.sources))
     if target.exists() and any(target.iterdir()) and not config.overwrite:
         raise UserError(f"{target} already exists: use --overwrite, or choose another --name")
-    if any(Path(source).resolve().is_relative_to(target.resolve()) for source in config.sources):
-        raise UserError(f"{target} holds the text, and would be replaced: choose another --name")
+    for path in target.glob("*"):
+        if not OUTPUT.fullmatch(path.name):
+            raise UserError(f"{path} would be deleted: choose another --name")
+    for path in target.resolve().parent.glob(f".{target.name}.????????"):
+        print(f"delete {path} if no prepare.py is writing it: one was killed")
     with new_directory(target) as directory:
-        corpus = Corpus(config.sources, directory.parent, config.field)
+        corpus = Corpus(config.sources, directory.parent, config.field, config.encoding)
         tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
         name = tokenizer.name if config.tokenizer == "auto" else config.tokenizer
         tokenizer = tokenizers.save_tokenizer(tokenizer, directory)  # as training will have it
-        encoded = encode_on_all_cores(tokenizer, corpus.texts())
+        count = Counter()
+        encoded = encode_on_all_cores(tokenizer, counted(corpus.texts(), count))
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
             error = f"{target}: too little text to train and validate on: give more text"
@@ -96,22 +127,14 @@ def prepare(config: PrepareConfig) -> Path:
             "tokenizer": name,
             "vocab_size": tokenizer.n_vocab,
             "documents": corpus.n_documents,
-            "characters": corpus.count["characters"],
-            "train": {"tokens": n_tokens["train"], "bytes": corpus.count["train"]},
-            "val": {"tokens": n_tokens["val"], "bytes": corpus.count["val"]},
+            "characters": count["characters"],
+            "train": {"tokens": n_tokens["train"], "bytes": count["train"]},
+            "val": {"tokens": n_tokens["val"], "bytes": count["val"]},
             "sha256": fingerprint,  # of the token ids
         }
         (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     how = ", chosen for this text (change with --tokenizer)" * (config.tokenizer == "auto")
-    print(target)
-    print(f"  documents: {meta['documents']:,}, characters: {meta['characters']:,}")
-    print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")
-    print(f"  {n_tokens['train']:,} tokens to train on, {n_tokens['val']:,} to validate on")
-    if corpus.n_repeated or corpus.refused:
-        files = f"all or part of {len(corpus.refused):,} files"
-        print(f"  left out: {corpus.n_repeated:,} repeated documents, {files}")
-        for line in corpus.refused[:5]:
-            print(f"    {line}")
+    print_summary(target, meta, how, corpus)
     return target
 
 

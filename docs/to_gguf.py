@@ -8,17 +8,30 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import regex
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gptling.cli import UserError, launch
 from gptling.files import read_json
 from gptling.gpt2_format import published_tensors
 from gptling.pretrained import find_checkpoint, load_model
-from gptling.tokenizers import END_OF_TEXT, load_tokenizer, tokenizer_to_json
+from gptling.tokenizers import END_OF_TEXT, load_tokenizer, to_bytes, tokenizer_to_json
 from model import GPT
 
 # llama.cpp has its own split patterns: a part that only this pattern has, and its name there.
-SPLITS = {r"\p{Lu}": "gpt-4o", r"\p{N}{1,3}": "llama-bpe", r" ?\p{N}+": "gpt-2", r"[\s\S]": "gpt-2"}
+SPLITS = {r"\p{Lu}": "gpt-4o", r"\p{M}": "k2-horizon", r"\p{N}{1,3}": "llama-bpe"}
+SPLITS |= {r" ?\p{N}+": "gpt-2", r"[\s\S]": "gpt-2"}
+MARKS = r"[\p{M}\u200C\u200D]"  # what k2-horizon counts as letters, and llama-bpe does not
+
+
+def find_split(pattern: str, vocab: dict) -> str | None:
+    """The name of a pattern. Older llama.cpp does not know k2-horizon, so it is used only if tokens
+    have marks."""
+    split = next((name for part, name in SPLITS.items() if part in pattern), None)
+    if split == "k2-horizon":
+        text = " ".join(to_bytes(token).decode(errors="ignore") for token in vocab)
+        return split if regex.search(MARKS, text) else "llama-bpe"
+    return split
 
 
 def main():
@@ -37,7 +50,7 @@ def main():
         merges = [f"{t[:i]} {t[i]}" for t in vocab for i in range(1, len(t))]
         merges = merges or [f"{END_OF_TEXT} {END_OF_TEXT}"]
     pattern = tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-    split = next((name for part, name in SPLITS.items() if part in pattern), None)
+    split = find_split(pattern, vocab)
     if split is None:
         raise UserError(f"{source}: llama.cpp has no pattern like {pattern}")
     names = {id: token for token, id in (vocab | special).items()}

@@ -1,6 +1,7 @@
 """Text to token files: documents, their split for training and validation, encoding."""
 
 import copy
+import functools
 import glob
 import gzip
 import hashlib
@@ -15,7 +16,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
 from itertools import chain, count
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -30,8 +30,13 @@ from gptling.tokenizers import END_OF_TEXT, bytes_per_token, encode
 
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
 BY_HAND = ". Download it by hand, then: python prepare.py input.txt --name=shakespeare"
-CONVERT = """. Perhaps it is Latin-1. This writes utf8.txt: python -c \
-"open('utf8.txt', 'x', encoding='utf-8').write(open({!r}, encoding='cp1252').read())\""""
+ENCODINGS = "such as --encoding=cp1252 (Western Europe), gbk, koi8-r or utf-16 (PowerShell)"
+UNREADABLE = (OSError, ValueError, TypeError, EOFError, LookupError, zlib.error)
+# A folder with two of these is prepared data, a checkpoint or a run.
+OUTPUTS = {"meta.json", "val.npy", "tokenizer.json", "metrics.json", "log.jsonl", "config.toml"}
+# The hash that chooses the validation text. With this salt a tenth of the quick start's text
+# validates, which is as difficult as the whole.
+start_hash = functools.partial(hashlib.blake2b, digest_size=8, salt=b"695")
 CHUNK = 1 << 20  # characters of a text file that are read at once
 GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
@@ -74,7 +79,10 @@ def text_of(record: dict | str, field: str) -> str:
         record = json.loads(line) if line else {field: ""}
     if field not in record:
         raise ValueError(f'no "{field}", but --field can be one of {[*record]!s:.200}')
-    text = re.sub("\r\n?", "\n", record[field] or "").encode("utf-16", "surrogatepass")
+    text = record[field] or ""
+    if not isinstance(text, str):
+        raise ValueError(f'"{field}" is not a string: {text!s:.50}')
+    text = re.sub("\r\n?", "\n", text).encode("utf-16", "surrogatepass")
     return text.decode("utf-16", "replace")  # JSON can have half of a pair, which becomes U+FFFD
 
 
@@ -88,6 +96,23 @@ def write_records(records: Iterable[dict], field: str, directory: Path) -> Path:
     return Path(file.name)
 
 
+def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
+    """The files in a folder in the order of their names, also where links lead, each once: `seen`
+    has their real paths. Hidden files and what gptling has written are left out."""
+    real = os.path.realpath(path)
+    if real in seen:
+        return
+    seen.add(real)
+    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):  # reading it says why
+        yield path
+        return
+    inside = sorted(path.iterdir())
+    is_output = len(OUTPUTS & {file.name for file in inside}) > 1
+    for file in inside:
+        if file.name[0] != "." and (file.is_dir() or (file.is_file() and not is_output)):
+            yield from find_files(file, seen)
+
+
 def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
     """The files that a name means. "" is Python's library. What is not a file is written into the
     directory `downloads`. Raises UserError."""
@@ -95,9 +120,6 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
         return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
-    if Path(name).is_dir():  # its files by name, without hidden ones, also where links lead
-        found = map(Path, glob.iglob(f"{glob.escape(name)}/**", recursive=True))
-        return sorted(file for file in found if file.is_file())
     url = SHAKESPEARE if name == "shakespeare" else name
     try:
         if name.startswith("hf:"):
@@ -108,15 +130,23 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
             return [write_records(records, field, downloads)]
         if url.startswith(("http://", "https://")):
             return [download(url, downloads)]
-    # datasets raises various errors, an IndexError for a name that is empty.
-    except (OSError, HTTPException, ValueError, RuntimeError, TypeError, IndexError) as error:
+    except ImportError:
+        raise
+    except Exception as error:  # the hub's packages raise those of others, such as httpx
         hint = BY_HAND if url == SHAKESPEARE else ""
         hint += ". Give hf:NAME:CONFIG:SPLIT" * name.startswith("hf:")
         raise UserError(f"{url}: {error}{hint}") from None
-    return [Path(name)]
+    # Windows' shells leave it to the program what *.txt means.
+    paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+    if not paths:
+        raise UserError(f"{name}: no such file or folder")
+    seen = set()
+    return [*chain.from_iterable(find_files(Path(path), seen) for path in paths)]
 
 
-def read_pieces(source: Path, field: str, refused: list) -> Iterator[tuple[str, bool]]:
+def read_pieces(
+    source: Path, field: str, refused: list, encoding: str = "utf-8-sig"
+) -> Iterator[tuple[str, bool]]:
     """Yield the text of a file as (piece, whether its document ends). Pieces end between tokens if
     possible. A record without a text is left out, and one line about all of these is added to
     `refused`.
@@ -128,7 +158,9 @@ def read_pieces(source: Path, field: str, refused: list) -> Iterator[tuple[str, 
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
 
-        batches = ParquetFile(source).iter_batches(100)
+        file = ParquetFile(source)
+        columns = [field] if field in file.schema_arrow.names else None  # None: all
+        batches = file.iter_batches(100, columns=columns)
         records = chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from _records(records, field, refused)
         return
@@ -136,7 +168,7 @@ def read_pieces(source: Path, field: str, refused: list) -> Iterator[tuple[str, 
     is_json = name.endswith((".jsonl", ".jsonl.gz"))
     errors = "surrogateescape" if is_json else "strict"  # bad bytes spoil one line alone
     # Text mode reads "\n" for every end of a line.
-    with opened(source, "rt", encoding="utf-8-sig", errors=errors) as file:
+    with opened(source, "rt", encoding=encoding, errors=errors) as file:
         if is_json:
             yield from _records(file, field, refused)
         else:
@@ -148,7 +180,7 @@ def _records(records, field, refused):
     for number, record in enumerate(records, 1):
         try:
             text = text_of(record, field)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             errors += 1
             if errors == 1:  # JSON calls every line 1
                 first = f"line {number}: {error}".replace(": line 1 ", ": ")
@@ -159,6 +191,8 @@ def _records(records, field, refused):
 
 
 def _pieces(chunks):
+    """Cut a text between tokens: the chunks "so many wo", "rds" become "so many", " words", since
+    " words" may be one token, which a cut between "wo" and "rds" would split."""
     text = ""
     for chunk in chain(chunks, [""]):
         mark = MARK_INSIDE if chunk else MARK
@@ -172,73 +206,105 @@ def _pieces(chunks):
     yield text, True
 
 
+def describe_unreadable(error: Exception) -> str:
+    """Return why a file cannot be read, with the remedy if there is one."""
+    if getattr(error, "encoding", "") != "utf-8":
+        return f"{type(error).__name__}: {error}"
+    is_utf16 = error.object.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if error.object.startswith(b"%PDF") or (b"\0" in error.object and not is_utf16):
+        return "not UTF-8, but a binary file: save its text as a .txt file"
+    return f"not UTF-8: give its encoding, {ENCODINGS}"
+
+
 def show_reading(pieces: Iterable) -> Iterable:
     """The pieces, with a bar for those of a long text in a terminal."""
     return tqdm(pieces, "reading", unit=" pieces", leave=False, delay=1, disable=None)
 
 
-def measure(source: Path, field: str, refused: list) -> array:
-    """A hash and a size in bytes for each document of a file: hash, size, hash, size, ..."""
-    found = array("q")
-    key = size = 0
-    for text, is_end in show_reading(read_pieces(source, field, refused)):
-        if text:
-            key = hash((key, text))
-            size += len(text.encode())
+def measure(pieces: Iterable[tuple[str, bool]], is_utf8: bool) -> array:
+    """A hash and a size in bytes for each document of a file: hash, size, hash, size, ... Raises
+    ValueError for a binary file, which is text in many an encoding but UTF-8."""
+    found = array("Q")
+    content = start_hash()
+    size = 0
+    for text, is_end in show_reading(pieces):
+        raw = text.encode()
+        if b"\0" in raw and not is_utf8:
+            raise ValueError("a binary file")
+        content.update(raw)
+        size += len(raw)
         if is_end:
-            found.extend((key, size))
-            key = size = 0
+            found.extend((int.from_bytes(content.digest()), size))
+            content = start_hash()
+            size = 0
     return found
 
 
-def validation_bytes(sizes: np.ndarray) -> np.ndarray:
+def validation_bytes(sizes: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     """How many bytes at the end of each document are for validation, about a tenth of all. Of ten
-    documents or more these are whole ones, evenly spread: of 20 equal ones the 10th and the 20th.
-    If these make less than half of that tenth, the end of the longest document is used too."""
-    n = len(sizes)
-    if n < 10:
-        return np.minimum(sizes // 10, MAX_VALIDATION // n)
+    documents or more these are whole ones, chosen by their hashes: documents that are added later
+    do not move the others to another split. Of a document with three tenths of the text or more it
+    is the end, and of fewer than ten documents too."""
     total = sizes.sum()
-    goal = min(total // 10, MAX_VALIDATION)
-    limit = min(total * 15 // 100, MAX_VALIDATION)
-    stride = total // goal  # documents: ten, more in a large text
-    # Every tenth one, then the one before each of these, and so on, until the goal is reached.
-    rounds = [range(first, n, stride) for first in reversed(range(stride))]
-    held_out = np.zeros_like(sizes)
-    chosen = 0
-    for i in chain.from_iterable(rounds):
-        if chosen < goal and chosen + sizes[i] <= limit:
-            held_out[i] = sizes[i]
-            chosen += sizes[i]
-    if chosen < goal // 2:
-        held_out[sizes.argmax()] = goal - chosen
+    share = min(0.1, MAX_VALIDATION / total)
+    held_out = (sizes * share).astype(np.int64)
+    if len(sizes) < 10:
+        return held_out
+    short = np.where(sizes < 3 * share * total, sizes, 0)
+    held_out[short > 0] = 0
+    place = hashes / 2**64  # 0 to 1
+    order = place.argsort()
+    before = short[order].cumsum() - short[order]  # bytes in the places before
+    is_chosen = (place[order] < share) | (before < share * total / 10)  # 1 % or more
+    held_out[order] += np.where(is_chosen, short[order], 0)
     return held_out
 
 
-class Corpus:
-    """The documents of the named sources, equal ones once. count: characters, and bytes of "train"
-    and "val", that the last texts() has given. Downloads are in the directory `downloads`, which
-    must exist as long as the corpus is read. Raises UserError if there is no text."""
+def split_documents(pieces: Iterable, sizes: np.ndarray, n_train: np.ndarray):
+    """Yield ("train" or "val", text) from the pieces of documents, of which the first n_train bytes
+    are to train on. -1: left out. An empty text ends a document's part of a split. What a file has
+    beyond the sizes has been added since these were measured, and is left out."""
+    document = 0
+    place = 0  # in bytes of the document
+    ends = {}  # {split: ""} for those that have a part of the document
+    for text, is_end in show_reading(pieces):
+        if document == len(sizes):
+            break
+        if n_train[document] >= 0:
+            raw = text.encode()[: sizes[document] - place]
+            head = raw[: max(0, n_train[document] - place)].decode(errors="ignore")
+            tail = raw[len(head.encode()) :].decode(errors="ignore")  # whole characters
+            place += len(raw)
+            for split, part in (("train", head), ("val", tail)):
+                if part:
+                    ends[split] = ""
+                    yield split, part
+        if is_end:
+            yield from ends.items()
+            document += 1
+            place = 0
+            ends = {}
 
-    def __init__(self, names: Iterable[str], downloads: Path, field: str = "text"):
+
+class Corpus:
+    """The documents of the named sources, equal ones once. `encoding` is for files that are not in
+    UTF-8. Downloads are in the directory `downloads`, which must exist as long as the corpus is
+    read. `refused` has a line for each file that is left out or a part of it, `n_lost` the bytes of
+    the files that are left out. Raises UserError if there is no text."""
+
+    def __init__(self, names: Iterable[str], downloads: Path, field="text", encoding="utf-8"):
         self.field = field
-        self.sources = []
+        self.sources = []  # (file, its encoding, its number of documents)
         self.refused = []
-        measured = array("q")
+        self.n_lost = 0
+        measured = array("Q")
         for name in names or [""]:
-            for source in find_sources(name, field, downloads):
-                label = str(source) if Path(name).is_dir() else name
-                refused = []
-                try:
-                    measured += measure(source, field, refused)
-                    self.sources.append(source)
-                except UnicodeDecodeError as error:
-                    is_text = Path(label).is_file() and b"\0" not in error.object
-                    refused = ["not UTF-8" + CONVERT.format(label) * is_text]
-                except (ValueError, TypeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-                    refused = [f"{type(error).__name__}: {error}"]
-                self.refused += [f"{label}: {line}" for line in refused]
-        hashes, sizes = np.array(measured).reshape(-1, 2).T
+            for file in find_sources(name, field, downloads):
+                label = name if file.parent == downloads else str(file)
+                measured += self.add(file, label, encoding)
+        self.refused.sort(key=lambda line: "binary" in line)  # these last
+        hashes, sizes = np.array(measured, np.uint64).reshape(-1, 2).T
+        sizes = sizes.astype(np.int64)
         with_text = np.flatnonzero(sizes)  # indices of documents
         _, first = np.unique(hashes[with_text], return_index=True)  # indices in with_text
         self.n_documents = len(first)
@@ -247,33 +313,44 @@ class Corpus:
             sources = " ".join(names) or "the source of Python"
             raise UserError("; ".join(self.refused[:5]) or f"{sources}: no text")
         kept = with_text[np.sort(first)]
-        self.n_train = np.full(len(sizes), -1)  # bytes of each to train on; -1: left out
-        self.n_train[kept] = sizes[kept] - validation_bytes(sizes[kept])
+        self.sizes = sizes
+        self.n_train = np.full(len(sizes), -1)  # bytes of each to train on, or -1: not used
+        self.n_train[kept] = sizes[kept] - validation_bytes(sizes[kept], hashes[kept])
+
+    def add(self, file: Path, name: str, encoding: str) -> array:
+        """Measure a file. Remember it as a source, and why it, or a part of it, is left out."""
+        measured = array("Q")
+        for tried in ("utf-8-sig", encoding):
+            reasons = []
+            try:
+                pieces = read_pieces(file, self.field, reasons, tried)
+                measured = measure(pieces, is_utf8=tried == "utf-8-sig")
+                self.sources.append((file, tried, len(measured) // 2))
+                break
+            except UNREADABLE as error:
+                reasons = [describe_unreadable(error)]
+        else:
+            self.n_lost += os.path.exists(file) and os.path.getsize(file)
+        self.refused += [f"{name}: {reason}" for reason in reasons]
+        return measured
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield ("train" or "val", text). An empty text ends a document's part of a split, and
         becomes the end-of-text token."""
-        self.count = Counter()
-        pieces = chain.from_iterable(read_pieces(file, self.field, []) for file in self.sources)
-        document = 0
-        place = 0  # in bytes of the document
-        ends = {}  # {split: ""} for those that have a part of the document
-        for text, is_end in show_reading(pieces):
-            n_train = self.n_train[document]
-            if n_train >= 0:
-                raw = text.encode()
-                head = raw[: max(0, n_train - place)].decode(errors="ignore")  # whole characters
-                place += len(raw)
-                for split, part in (("train", head), ("val", text[len(head) :])):
-                    if part:
-                        self.count.update({"characters": len(part), split: len(part.encode())})
-                        ends[split] = ""
-                        yield split, part
-            if is_end:
-                yield from ends.items()
-                document += 1
-                place = 0
-                ends = {}
+        first = 0
+        for file, encoding, n in self.sources:
+            pieces = read_pieces(file, self.field, [], encoding)
+            some = slice(first, first + n)
+            yield from split_documents(pieces, self.sizes[some], self.n_train[some])
+            first += n
+
+
+def counted(texts: Iterable[tuple[str, str]], count: Counter) -> Iterator[tuple[str, str]]:
+    """The same texts. `count` gets the number of their characters, and the bytes of each split."""
+    for split, text in texts:
+        count["characters"] += len(text)
+        count[split] += len(text.encode())
+        yield split, text
 
 
 def grouped(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:

@@ -3,7 +3,8 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,12 +28,21 @@ def sync(path: Path):
             os.close(descriptor)
 
 
+def try_again(rename: Callable, target: Path):
+    """Rename, again for six seconds if it is denied: Windows' virus scanners open what is new."""
+    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
+        with contextlib.suppress(PermissionError):
+            return rename(target)
+        time.sleep(seconds)
+    return rename(target)
+
+
 def replace(path: Path, content: bytes):
     """Write a file, which replaces an older one once it is whole on the disk."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.write_bytes(content)
     sync(temporary)
-    temporary.replace(path)
+    try_again(temporary.replace, path)
 
 
 def read_json(file: Path, remedy: str = "") -> dict:
@@ -58,7 +68,9 @@ def lock_directory(directory: Path) -> filelock.FileLock:
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """Give a directory to write into, which replaces `target` once its files are on the disk. The
-    folder around it is for temporary files, and is deleted at the end. An error leaves nothing."""
+    folder around it is for temporary files, and is deleted at the end. An error leaves nothing. If
+    `target` is a link, it stays one, and the directory that it leads to is replaced."""
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
         new = Path(temporary, "new")
@@ -67,6 +79,6 @@ def new_directory(target: Path) -> Iterator[Path]:
         for path in [*new.iterdir(), new]:
             sync(path)
         if target.exists():
-            target.rename(Path(temporary, "old"))
-        new.rename(target)
+            try_again(target.rename, Path(temporary, "old"))
+        try_again(new.rename, target)
     sync(target.parent)

@@ -10,9 +10,13 @@ import numpy as np
 import regex  # tiktoken requires it
 import tiktoken
 
+from gptling.files import UserError
+from gptling.tokenizers import encode
+
 PASSES = 16  # copies of the text, each with other tokens
-FEWEST, MOST = 8, 256  # splits of a word: as many as its occurrences, within these limits
-LONGEST = 64  # bytes of a word that is split. Longer ones keep their tokens
+FEWEST, MOST = 8, 256  # limits of the number of splits of a word, one for each of its occurrences
+LONGEST = 64  # bytes of the longest word that is split
+MOST_TOKENS = 10_000_000  # limit of the text: so many need minutes and a gigabyte
 
 
 def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
@@ -51,15 +55,19 @@ def split_word(word: str, tokenizer: tiktoken.Encoding, dropout: float, rng: ran
 def draw_splits(word: str, count: int, tokenizer: tiktoken.Encoding, dropout: float, rng):
     """Return a list of splits of a word, which occurs `count` times in the text."""
     if word in tokenizer.special_tokens_set or len(word.encode()) > LONGEST:
-        return [tokenizer.encode(word, allowed_special="all")]
+        return [encode(tokenizer, word, special=tokenizer.special_tokens_set).tolist()]
     n = min(max(count, FEWEST), MOST)
     return [split_word(word, tokenizer, dropout, rng) for _ in range(n)]
 
 
 def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed: int) -> list:
     """Return the training tokens PASSES times, an array each, with words split at random:
-    "resolved" is resol|ved, res|olved, re|sol|ved and so on. dropout: see split_word."""
+    "resolved" is resol|ved, res|olved, re|sol|ved and so on. dropout: see split_word. Raises
+    UserError for more than MOST_TOKENS."""
     ids = np.concatenate(shards).tolist()
+    if len(ids) > MOST_TOKENS:
+        reason = f"the text has {len(ids):,} tokens, more than {MOST_TOKENS:,}"
+        raise UserError(f"--bpe_dropout={dropout}: {reason}: give --bpe_dropout=0")
     words = find_words(tokenizer.decode_bytes(ids).decode(errors="ignore"), tokenizer)
     rng = random.Random(seed)
     splits = {

@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,14 @@ TOKENIZERS = ("auto", "char", "byte", "bpe")  # and tiktoken's
 END_OF_TEXT = "<|endoftext|>"
 BPE_SAMPLE = 50_000_000  # characters to train a BPE on, at most
 SAMPLE_PIECE = 1 << 12  # characters that are drawn or left out together, the longest word of a BPE
-ANY_CHARACTER = r"[\s\S]"  # the pattern of char and byte; Hugging Face's engine refuses (?s:.)
+BPE_WORDS = 5_000_000  # bytes of different words among these: each needs 120 bytes in training
+ANY_CHARACTER = r"[\s\S]"  # pattern of char and byte: Hugging Face's engine refuses (?s:.)
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-BPE_PATTERN = (  # GPT-4's (tiktoken's cl100k_base)
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"""
+# GPT-4's (tiktoken's cl100k_base), but words have marks, such as the vowel signs of Hindi, and the
+# joiners of Persian. It is llama.cpp's k2-horizon.
+BPE_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)"""
+    r"""|[^\r\n\p{L}\p{M}\p{N}\u200C\u200D]?+[\p{L}\p{M}\u200C\u200D]+|\p{N}{1,3}"""
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 # ByteLevel writes each byte as a printable letter: the byte's own Latin-1 character if that is
@@ -36,6 +41,24 @@ BYTE_TO_LETTER = {byte: letter for letter, byte in LETTER_TO_BYTE.items()}
 PROBE = "".join(map(chr, range(0x250))) + (
     "It doesn't jump (the end).\n\nIT'S 1234567\t\r\n    x == they're \n \n e\u0301 你好 🙂  "
 )
+
+
+class Characters(tiktoken.Encoding):
+    """A tokenizer that lacks bytes. If a character has no token, tiktoken's methods end in a panic,
+    which `except Exception` does not catch. These raise UserError."""
+
+    def encode(self, text, *, allowed_special=(), disallowed_special=()):
+        special = self.special_tokens_set if allowed_special == "all" else allowed_special
+        return encode(self, text, special=special).tolist()
+
+    def encode_ordinary(self, text):
+        return encode(self, text).tolist()
+
+
+def make_encoding(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]):
+    """A tiktoken.Encoding, or Characters, which have no byte that is never in UTF-8."""
+    kind = tiktoken.Encoding if b"\xff" in ranks else Characters
+    return kind(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def to_letters(token: bytes) -> str:
@@ -63,11 +86,12 @@ def to_tiktoken(name: str, pattern: str, stored: Tokenizer) -> tiktoken.Encoding
         special[token.content] = id
     vocab = stored.get_vocab(with_added_tokens=False)
     ranks = {to_bytes(letters): id for letters, id in vocab.items() if letters not in special}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return make_encoding(name, pattern, ranks, special)
 
 
 def draw_sample(texts: Iterable[str]) -> tuple[list[str], int]:
-    """Return pieces of all texts, BPE_SAMPLE characters or fewer, and the texts' size in bytes."""
+    """Return pieces of all texts, and the texts' size in bytes. BPE_SAMPLE and BPE_WORDS limit the
+    pieces: in Chinese, which has no spaces, almost every sentence is a different word."""
     rng = random.Random(0)
     share = 1.0  # of the pieces that are drawn
     sample = []
@@ -83,6 +107,8 @@ def draw_sample(texts: Iterable[str]) -> tuple[list[str], int]:
             share /= 2
             sample = [piece for piece in sample if rng.random() < 0.5]
             length = sum(map(len, sample))
+    while len("".join({*chain.from_iterable(map(str.split, sample))}).encode()) > BPE_WORDS:
+        sample = sample[::2]
     return sample, n_bytes
 
 
@@ -110,7 +136,7 @@ def train_bpe(sample: list[str], size: int) -> tiktoken.Encoding:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = byte_level(BPE_PATTERN)
     # Its bars go to standard error, and are empty lines on a standard output that is no terminal.
-    shown = sys.stdout.isatty() and sys.stderr.isatty()
+    shown = all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr))
     trainer = trainers.BpeTrainer(
         vocab_size=size - 1, initial_alphabet=LETTERS, show_progress=shown
     )
@@ -123,9 +149,7 @@ def from_tokens(name: str, tokens: list[bytes], end_of_text: bool) -> tiktoken.E
     """A tokenizer with these tokens, which are characters or bytes."""
     ranks = {token: i for i, token in enumerate(tokens)}
     special = {END_OF_TEXT: len(ranks)} if end_of_text else {}
-    return tiktoken.Encoding(
-        name, pat_str=ANY_CHARACTER, mergeable_ranks=ranks, special_tokens=special
-    )
+    return make_encoding(name, ANY_CHARACTER, ranks, special)
 
 
 def published_tokenizer(name: str) -> tiktoken.Encoding:
@@ -195,7 +219,14 @@ def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=())
     for character in sorted(characters):
         if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
             raise UserError(f"{what}: the tokenizer lacks {character!r} (U+{ord(character):04X})")
-    return tokenizer.encode_to_numpy(text, allowed_special=set(special), disallowed_special=())
+    try:
+        return tokenizer.encode_to_numpy(text, allowed_special={*special}, disallowed_special=())
+    except ValueError:  # the pattern's engine gives up on a million spaces in a row
+        if len(text) < 100_000:
+            raise
+    middle = len(text) // 2
+    halves = text[:middle], text[middle:]
+    return np.concatenate([encode(tokenizer, half, what, special) for half in halves])
 
 
 def start_token(tokenizer: tiktoken.Encoding) -> int:
@@ -236,7 +267,8 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
         stored = Tokenizer.from_file(str(file))
         stored.no_truncation()  # of a fine-tuning, which would cut the probe
         stored.no_padding()
-        parts = json.loads(stored.pre_tokenizer.__getstate__())
+        state = stored.pre_tokenizer.__getstate__()
+        parts = json.loads(state)
         first = parts.get("pretokenizers", [parts])[0]
         # GPT-2's published file has a ByteLevel alone, which implies the pattern.
         pattern = first["pattern"]["Regex"] if "pattern" in first else GPT2_PATTERN
@@ -246,7 +278,8 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     is_complete = has_all_bytes(tokenizer)
     probe = "".join(c for c in PROBE if is_complete or c.encode() in tokenizer._mergeable_ranks)
     if stored.encode(probe).ids != tokenizer.encode_ordinary(probe):
-        raise UserError(f"{file}: tiktoken gives other ids than Hugging Face's tokenizers")
+        why = " (add_prefix_space is true)" * (b'"add_prefix_space":true' in state)
+        raise UserError(f"{file}: tiktoken gives other ids than Hugging Face's tokenizers{why}")
     return tokenizer
 
 

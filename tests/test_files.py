@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gptling.cli import UserError
-from gptling.files import lock_directory, replace
+from gptling.files import lock_directory, new_directory, replace
 from tests.conftest import ROOT, TEXT, TINY, contents, run_here
 
 
@@ -52,6 +52,29 @@ def test_a_file_is_replaced_whole_once_it_is_on_the_disk(tmp_path, monkeypatch):
     replace(path, b"second")
     assert [set(found.values()) for found in synced] == [{b"first"}, {b"first", b"second"}]
     assert contents(tmp_path) == {Path("meta.json"): b"second"}
+
+
+def test_a_rename_that_is_denied_once_is_tried_again(tmp_path, monkeypatch):
+    """As on Windows, where a virus scanner has the new files open."""
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "data").symlink_to("drive", target_is_directory=True)  # it stays a link
+    denied = {"rename", "replace"}
+
+    def deny(name, change):
+        def denying(source, target):
+            if name in denied:
+                denied.remove(name)
+                raise PermissionError(errno.EACCES, "denied", str(source))
+            return change(source, target)
+
+        monkeypatch.setattr(os, name, denying)
+
+    deny("rename", os.rename)
+    deny("replace", os.replace)
+    with new_directory(tmp_path / "data") as new:
+        replace(new / "a", b"whole")
+    assert not denied and (tmp_path / "data").is_symlink()
+    assert contents(tmp_path / "drive") == {Path("a"): b"whole"}
 
 
 def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(here, monkeypatch, train_here):

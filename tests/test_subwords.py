@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from gptling import subwords
+from gptling.files import UserError
 from gptling.subwords import find_words, split_word, vary_tokens
 from gptling.tokenizers import build_tokenizer
 from tests.conftest import TINY, one_line, output_of, read_log, run_here, weights
@@ -49,6 +51,12 @@ def test_each_pass_has_the_same_text_in_other_tokens(tokenizer):
     again = vary_tokens(shards, tokenizer, 0.1, seed=1)
     assert all(map(np.array_equal, passes, again))
     assert not np.array_equal(passes[0], vary_tokens(shards, tokenizer, 0.1, seed=2)[0])
+
+
+def test_a_large_text_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(subwords, "MOST_TOKENS", 1000)
+    with pytest.raises(UserError, match=r"--bpe_dropout=0.1: .* tokens, .* give --bpe_dropout=0"):
+        vary_tokens(tokens_of(tokenizer), tokenizer, 0.1, seed=0)
 
 
 def test_a_run_with_other_tokens_resumes_bit_for_bit(tmp_path, train_here):

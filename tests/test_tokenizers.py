@@ -23,7 +23,7 @@ SAMPLES = (
     "🙂👩\u200d👩\u200d👧🏳\ufe0f\u200d🌈 \u00a0\u2003\u2028\u3000 \x01\x7f <|endoftext>"
 )
 TEXTS = [SAMPLES, *topics.values()]
-# cl100k_base's, with tiktoken's possessive quantifiers.
+# cl100k_base's, with tiktoken's possessive quantifiers. Words have neither marks nor joiners.
 CL100K_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
     r"""| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
@@ -108,9 +108,16 @@ def test_tokens_in_any_order_are_stored_so_that_hugging_face_merges_as_tiktoken(
 
 @fuzzed
 @given(ANY_TEXT)
-def test_the_pattern_of_a_bpe_cuts_a_text_as_gpt4s(text):
+def test_the_pattern_of_a_bpe_cuts_a_text_without_marks_as_gpt4s(text):
     text = SAMPLES + text + "."  # white space at the end is cut otherwise
+    text = regex.sub(r"[\p{M}\u200c\u200d]", "", text)
     assert regex.findall(kinds.BPE_PATTERN, text) == regex.findall(CL100K_PATTERN, text)
+
+
+@pytest.mark.parametrize("word", ["हिन्दी", "ที่", "தமிழ்", "می\u200cخواهم", "e\u0301te\u0301"])
+def test_a_word_has_its_marks_and_is_a_token(word):
+    assert regex.findall(kinds.BPE_PATTERN, f"a {word},") == ["a", f" {word}", ","]
+    assert len(build_tokenizer("bpe", [f"a {word}, " * 99]).encode(f" {word}")) == 1
 
 
 def test_the_size_of_a_bpe_includes_bytes_and_end_of_text():
@@ -132,6 +139,9 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
     places = [whole.index(piece) / len(whole) for piece in sample]
     assert min(places) < 0.2 and max(places) > 0.8 and 0.45 < sum(places) / len(places) < 0.55
     assert sample == kinds.draw_sample(iter(texts))[0]
+    monkeypatch.setattr(kinds, "BPE_WORDS", 5_000)  # of different words: memory
+    spaceless = [chr(i) * 1000 for i in range(1000, 1030)]
+    assert len(kinds.draw_sample(spaceless)[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -168,6 +178,23 @@ def test_byte_is_utf8_and_special_text_is_plain_text():
     tokenizer = build_tokenizer("byte")
     ids = encode(tokenizer, SAMPLES + END_OF_TEXT)
     assert ids.tolist() == list((SAMPLES + END_OF_TEXT).encode()) and ids.dtype == np.uint32
+
+
+def test_a_character_without_a_token_is_an_exception_in_python(tmp_path):
+    """In tiktoken it is a panic, which `except Exception` does not catch."""
+    tokenizer = build_tokenizer("char", ["aß<|endoftext>"])
+    for kind in (tokenizer, load_tokenizer(store(tmp_path, tokenizer_to_json(tokenizer)))):
+        assert kind.encode(f"a{END_OF_TEXT}", allowed_special="all")[1] == kind.eot_token
+        for method in (kind.encode, kind.encode_ordinary):
+            with pytest.raises(UserError, match=r"the tokenizer lacks 'ö' \(U\+00F6\)"):
+                method("aöß")
+
+
+@pytest.mark.parametrize("character", [" ", "\n", "a", "="])
+def test_a_million_equal_characters_are_encoded(character):
+    text = f"a{character * 1_000_000}a"
+    for tokenizer in (BPE, TOKENIZERS["gpt2's pattern"]):
+        assert tokenizer.decode(encode(tokenizer, text).tolist()) == text
 
 
 def test_an_empty_prompt_starts_from_end_of_text_or_a_newline():
@@ -256,3 +283,5 @@ def test_what_tiktoken_does_not_do_is_refused(tmp_path, key, value):
     with pytest.raises(UserError, match=r"tokenizer\.json: .*tiktoken") as raised:
         load_tokenizer(store(tmp_path, changed(key, value)))
     assert len(str(raised.value)) < 400
+    named = "add_prefix_space is true" in str(raised.value)
+    assert named == (key == "pre_tokenizer" and "'add_prefix_space': True" in str(value))
