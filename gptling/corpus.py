@@ -1,219 +1,31 @@
-"""Text to token files: documents, their split for training and validation, encoding."""
+"""Documents to token files: their split for training and validation, and their encoding."""
 
 import copy
 import functools
-import glob
-import gzip
 import hashlib
-import json
 import os
-import re
-import shutil
-import sysconfig
 import threading
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from urllib.request import urlopen
 
 import numpy as np
 import tiktoken
 from tqdm import tqdm
 
 from gptling.files import UserError
+from gptling.sources import UNREADABLE, describe_unreadable, find_sources, read_pieces
 from gptling.tokenizers import END_OF_TEXT, bytes_per_token, encode
 
-SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
-BY_HAND = ". Download it by hand, then: python prepare.py input.txt --name=shakespeare"
-ENCODINGS = "such as --encoding=cp1252 (Western Europe), gbk, koi8-r or utf-16 (PowerShell)"
-UNREADABLE = (OSError, ValueError, TypeError, EOFError, LookupError, zlib.error)
-# A folder with two of these is prepared data, a checkpoint or a run.
-OUTPUTS = {"meta.json", "val.npy", "tokenizer.json", "metrics.json", "log.jsonl", "config.toml"}
 # The hash that chooses the validation text. With this salt a tenth of the quick start's text
 # validates, which is as difficult as the whole.
 start_hash = functools.partial(hashlib.blake2b, digest_size=8, salt=b"695")
-CHUNK = 1 << 20  # characters of a text file that are read at once
 GROUP = 1 << 18  # characters that a thread encodes at a time, at least
 MAX_VALIDATION = 20_000_000  # bytes of validation text
 TOKENS_PER_SHARD = 50_000_000
-# Parts of Python's library that are tests, tables or generated, or that not every Python has.
-NO_EXAMPLE = re.compile(
-    r"\b(tests?|\w+-packages|encodings|pydoc_data|_sysconfig\w+|locale|entities"
-    r"|stringprep|this|idlelib|tkinter|turtledemo|distutils|lib2to3)\b"
-)
-
-# What separates documents, with the newlines after it: "one<|endoftext|>\n\ntwo" is "one", "two".
-MARK = re.compile(re.escape(END_OF_TEXT) + r"\n*+")
-# A mark, but not at the end of what is read so far, where more newlines may follow.
-MARK_INSIDE = re.compile(MARK.pattern + r"(?!\Z)")
-# What comes before a cut, as much as possible: up to a letter before white space, since no token
-# has white space after a letter ("so many" of "so many words"), or else up to a "<", which may
-# begin a mark, or else all.
-CUT = re.compile(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*")
-
-
-def download(url: str, directory: Path) -> Path:
-    """Write what is at a URL into a new file in the directory, with the ending of the URL."""
-    name = re.sub(r"^[^?#]*/|[?#].*", "", url)
-    with (
-        urlopen(url, timeout=30) as response,
-        NamedTemporaryFile(dir=directory, suffix=name, delete=False) as file,
-        tqdm.wrapattr(response, "read", response.length, disable=None) as body,
-    ):
-        shutil.copyfileobj(body, file)
-    if response.length:  # bytes that are missing
-        raise OSError("the connection was closed before the end")
-    return Path(file.name)
-
-
-def text_of(record: dict | str, field: str) -> str:
-    """Return the text of a record or of its line of JSON, which may be blank. Bad bytes in the line
-    are surrogates. Raises ValueError or TypeError."""
-    if isinstance(record, str):
-        line = record.encode(errors="surrogateescape").decode().strip()
-        record = json.loads(line) if line else {field: ""}
-    if field not in record:
-        raise ValueError(f'no "{field}", but --field can be one of {[*record]!s:.200}')
-    text = record[field] or ""
-    if not isinstance(text, str):
-        raise ValueError(f'"{field}" is not a string: {text!s:.50}')
-    text = re.sub("\r\n?", "\n", text).encode("utf-16", "surrogatepass")
-    return text.decode("utf-16", "replace")  # JSON can have half of a pair, which becomes U+FFFD
-
-
-def write_records(records: Iterable[dict], field: str, directory: Path) -> Path:
-    """Write the texts of records, which are read once, into a new .jsonl in the directory."""
-    options = {"suffix": ".jsonl", "delete": False, "encoding": "utf-8"}
-    with NamedTemporaryFile("w", dir=directory, **options) as file:
-        for record in tqdm(records, "downloading", unit=" records", leave=False, disable=None):
-            line = json.dumps({field: text_of(record, field)}, ensure_ascii=False)
-            print(line, file=file)
-    return Path(file.name)
-
-
-def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
-    """The files in a folder in the order of their names, also where links lead, each once: `seen`
-    has their real paths. Hidden files and what gptling has written are left out."""
-    real = os.path.realpath(path)
-    if real in seen:
-        return
-    seen.add(real)
-    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):  # reading it says why
-        yield path
-        return
-    inside = sorted(path.iterdir())
-    is_output = len(OUTPUTS & {file.name for file in inside}) > 1
-    for file in inside:
-        if file.name[0] != "." and (file.is_dir() or (file.is_file() and not is_output)):
-            yield from find_files(file, seen)
-
-
-def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
-    """The files that a name means. "" is Python's library. What is not a file is written into the
-    directory `downloads`. Raises UserError."""
-    if not name:
-        library = Path(sysconfig.get_path("stdlib"))
-        files = sorted(library.rglob("*.py"))
-        return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
-    url = SHAKESPEARE if name == "shakespeare" else name
-    try:
-        if name.startswith("hf:"):
-            from datasets import load_dataset  # not everybody has it
-
-            _, repo, config, split = f"{name}::".split(":")[:4]
-            records = load_dataset(repo, config or None, split=split or "train", streaming=True)
-            return [write_records(records, field, downloads)]
-        if url.startswith(("http://", "https://")):
-            return [download(url, downloads)]
-    except ImportError:
-        raise
-    except Exception as error:  # the hub's packages raise those of others, such as httpx
-        hint = BY_HAND if url == SHAKESPEARE else ""
-        hint += ". Give hf:NAME:CONFIG:SPLIT" * name.startswith("hf:")
-        raise UserError(f"{url}: {error}{hint}") from None
-    # Windows' shells leave it to the program what *.txt means.
-    paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
-    if not paths:
-        raise UserError(f"{name}: no such file or folder")
-    seen = set()
-    return [*chain.from_iterable(find_files(Path(path), seen) for path in paths)]
-
-
-def read_pieces(
-    source: Path, field: str, refused: list, encoding: str = "utf-8-sig"
-) -> Iterator[tuple[str, bool]]:
-    """Yield the text of a file as (piece, whether its document ends). Pieces end between tokens if
-    possible. A record without a text is left out, and one line about all of these is added to
-    `refused`.
-
-    "one<|endoftext|>two" is ("one", True), ("two", True), if it is short. A long document is in
-    pieces that are False, before the last one.
-    """
-    name = source.name.lower()
-    if name.endswith(".parquet"):
-        from pyarrow.parquet import ParquetFile
-
-        file = ParquetFile(source)
-        columns = [field] if field in file.schema_arrow.names else None  # None: all
-        batches = file.iter_batches(100, columns=columns)
-        records = chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from _records(records, field, refused)
-        return
-    opened = gzip.open if name.endswith(".gz") else open
-    is_json = name.endswith((".jsonl", ".jsonl.gz"))
-    errors = "surrogateescape" if is_json else "strict"  # bad bytes spoil one line alone
-    # Text mode reads "\n" for every end of a line.
-    with opened(source, "rt", encoding=encoding, errors=errors) as file:
-        if is_json:
-            yield from _records(file, field, refused)
-        else:
-            yield from _pieces(iter(lambda: file.read(CHUNK), ""))
-
-
-def _records(records, field, refused):
-    errors = 0
-    for number, record in enumerate(records, 1):
-        try:
-            text = text_of(record, field)
-        except (ValueError, TypeError, RecursionError) as error:
-            errors += 1
-            if errors == 1:  # JSON calls every line 1
-                first = f"line {number}: {error}".replace(": line 1 ", ": ")
-            continue
-        yield from _pieces([text])
-    if errors:
-        refused.append(f"{errors:,} records, the first in {first}")
-
-
-def _pieces(chunks):
-    """Cut a text between tokens: the chunks "so many wo", "rds" become "so many", " words", since
-    " words" may be one token, which a cut between "wo" and "rds" would split."""
-    text = ""
-    for chunk in chain(chunks, [""]):
-        mark = MARK_INSIDE if chunk else MARK
-        *documents, text = mark.split(text + chunk)
-        for document in documents:
-            yield document, True
-        if len(text) >= CHUNK:
-            cut = CUT.match(text).end()
-            yield text[:cut], False
-            text = text[cut:]
-    yield text, True
-
-
-def describe_unreadable(error: Exception) -> str:
-    """Return why a file cannot be read, with the remedy if there is one."""
-    if getattr(error, "encoding", "") != "utf-8":
-        return f"{type(error).__name__}: {error}"
-    is_utf16 = error.object.startswith((b"\xff\xfe", b"\xfe\xff"))
-    if error.object.startswith(b"%PDF") or (b"\0" in error.object and not is_utf16):
-        return "not UTF-8, but a binary file: save its text as a .txt file"
-    return f"not UTF-8: give its encoding, {ENCODINGS}"
 
 
 def show_reading(pieces: Iterable) -> Iterable:

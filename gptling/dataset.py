@@ -21,7 +21,8 @@ class Dataset:
     def __init__(self, name: str, block_size: int, eval_tokens: int = 0):
         directory = Path("data") / name
         if not (directory / "meta.json").is_file():
-            prepared = sorted(file.parent.name for file in Path("data").glob("*/meta.json"))
+            files = sorted(Path("data").glob("*/meta.json"))
+            prepared = [file.parent.name for file in files]
             remedy = f"python prepare.py YOUR.txt --name={name}, or --dataset from {prepared}"
             raise UserError(f"{directory} has no prepared text: {remedy}")
         self.directory = directory
@@ -32,19 +33,26 @@ class Dataset:
         shards = sorted(directory.glob("train-*.npy"))
         self.train = [np.load(shard, mmap_mode="r") for shard in shards]
         self.val = np.load(directory / "val.npy", mmap_mode="r")
-        self.n_tokens = sum(map(len, self.train))
-        stored = [meta.get(split, {}).get("tokens") for split in ("train", "val")]
-        if stored not in ([None, None], [self.n_tokens, len(self.val)]):
-            counts = f"{self.n_tokens:,} and {len(self.val):,} tokens, not {stored}"
-            raise UserError(f"{directory} has {counts}: prepare the text again with --overwrite")
-        # the longest sequence that both splits have
-        self.longest = min(max(map(len, self.train)), len(self.val)) - 1
+        lengths = [*map(len, self.train)]
+        self.n_tokens = sum(lengths)
+        self.check_counts(meta)
+        n_shared = min(max(lengths), len(self.val))
+        self.longest = n_shared - 1  # tokens of the longest sequence that both splits have
         if self.longest < block_size:
             remedy = f"prepare more text, or lower --block_size={block_size}"
             raise UserError(f"{directory} has sequences of {self.longest} tokens at most: {remedy}")
         self.block_size = block_size
         self.offset = 0  # see get_sequences
         self.validate_on(eval_tokens)
+
+    def check_counts(self, meta: dict):
+        """Raise UserError for other numbers of tokens than meta.json's, if it has them."""
+        for split, n in (("train", self.n_tokens), ("val", len(self.val))):
+            stored = meta.get(split, {"tokens": n})["tokens"]
+            if n != stored:
+                counts = f"{n:,} tokens of {split}, not {stored:,}"
+                remedy = "prepare the text again with --overwrite"
+                raise UserError(f"{self.directory} has {counts}: {remedy}")
 
     def validate_on(self, eval_tokens: int):
         """Choose the validation sequences: all of the split (0), or enough for eval_tokens, spread
@@ -56,9 +64,11 @@ class Dataset:
         n = min(n_all, wanted) or n_all
         chosen = np.arange(n) * n_all // n  # numbers from 0 to n_all - 1
         self.val_starts = chosen * T
-        ids = np.concatenate([targets[start : start + T] for start in self.val_starts])
+        parts = [targets[start : start + T] for start in self.val_starts]
+        ids = np.concatenate(parts)
+        sizes = bytes_per_token(self.tokenizer)[ids]
         self.val_targets = len(ids)
-        self.val_bytes = int(bytes_per_token(self.tokenizer)[ids].sum())
+        self.val_bytes = int(sizes.sum())
 
     def vary_tokens(self, dropout: float, seed: int):
         """Train on copies of the text, each with other tokens, unless dropout is 0. Raises
@@ -84,10 +94,11 @@ class Dataset:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
         place = processes.rank, processes.world_size
         sequences = get_sequences(self.train, config, step, *place, offset=self.offset)
-        on_device = map(processes.to_device, sequences)  # (B, T + 1) each
-        return [
-            (ids[:, :-1], ids[:, 1:].clone()) for ids in on_device
-        ]  # you may change the targets
+        batches = []
+        for ids in map(processes.to_device, sequences):  # (B, T + 1)
+            targets = ids[:, 1:].clone()  # you may change these
+            batches.append((ids[:, :-1], targets))
+        return batches
 
     def validation_batches(self, batch_size: int, processes) -> Iterator[tuple]:
         """Yield (inputs, targets) of this process's share of the validation sequences. A shorter
@@ -102,7 +113,8 @@ class Dataset:
                 ids = self.val[start : start + length]
                 sequences[row, : len(ids)] = ids
             ids = processes.to_device(torch.from_numpy(sequences))
-            yield ids[:, :-1].clamp(min=0), ids[:, 1:]
+            inputs = ids[:, :-1].clamp(min=0)
+            yield inputs, ids[:, 1:]
 
 
 def training_data(config, saved: dict | None = None) -> Dataset:
@@ -115,9 +127,11 @@ def training_data(config, saved: dict | None = None) -> Dataset:
             remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
             trained_on = f"what {config.out_dir} was trained on"
             raise UserError(f"{data.directory} is not {trained_on}: {remedy}")
-        before = saved["config"]["batch_size"] * saved["config"]["gradient_accumulation_steps"]
+        old = saved["config"]
+        before = old["batch_size"] * old["gradient_accumulation_steps"]
         now = config.batch_size * config.gradient_accumulation_steps
-        data.offset = saved.get("offset", 0) + saved["progress"]["step"] * (before - now)
+        step = saved["progress"]["step"]
+        data.offset = saved.get("offset", 0) + step * (before - now)
     data.vary_tokens(config.bpe_dropout, config.seed)
     return data
 
@@ -138,11 +152,12 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> tuple
         # of T + 1 to 2 T tokens has one sequence, a shorter one has none.
         n = max(length // T - 1, int(length > T))
         counts.append(n)
+        n_firsts = min(T, length - n * T)
         rng = np.random.default_rng((seed, epoch, shard))
-        firsts.append(rng.integers(min(T, length - n * T)))
+        firsts.append(rng.integers(n_firsts))
     rng = np.random.default_rng((seed, epoch))
-    order = rng.permutation(sum(counts)).astype(np.uint32)
-    return order, np.cumsum(counts), firsts
+    order = rng.permutation(sum(counts))
+    return order.astype(np.uint32), np.cumsum(counts), firsts
 
 
 def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> torch.Tensor:
@@ -159,7 +174,9 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> 
         epoch, i = divmod(offset + micro_batches_before * B + row, n)
         order, ends, firsts = draw_epoch(lengths, T, config.seed, epoch)
         number = int(order[i])
-        shard = int(np.searchsorted(ends, number, side="right"))
-        start = firsts[shard] + T * (number - ends[shard - 1] * (shard > 0))
-        sequences[m, row] = shards[shard][start : start + T + 1]
+        shard = np.searchsorted(ends, number, side="right")
+        before = ends[shard - 1] if shard > 0 else 0  # sequences of the shards before
+        start = firsts[shard] + T * (number - before)
+        end = start + T + 1
+        sequences[m, row] = shards[shard][start:end]
     return torch.from_numpy(sequences)

@@ -27,6 +27,7 @@ from gptling.schedule import (
     set_missing,
     tokens_per_step,
 )
+from gptling.subwords import MOST_TOKENS
 from gptling.tokenizers import has_merges
 
 # Layers and widths to choose from: the largest model that sees enough tokens in the time. Sweeps
@@ -64,7 +65,9 @@ class Planner:
         self.vocab_size = data.tokenizer.n_vocab
         self.longest = min(longest or math.inf, data.longest)
         # Whether the text has other tokens in each pass, by bpe_dropout.
-        self.can_vary = has_merges(data.tokenizer) and config.init_from == "scratch"
+        is_short = data.n_tokens <= MOST_TOKENS
+        is_new = config.init_from == "scratch"
+        self.can_vary = has_merges(data.tokenizer) and is_short and is_new
         self.compiling = 0.0  # seconds that the run will need for it once more
         self.busy = False  # whether other programs compute now
 

@@ -27,7 +27,7 @@ import tiktoken
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gptling import corpus, tokenizers
+from gptling import corpus, sources, tokenizers
 from gptling.cli import UserError
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, name_after, prepare
@@ -41,7 +41,7 @@ DOCUMENTS = [f"document {i}, été 你好 🙂\n" + "as in others\n" * (i % 7 * 
 def here(tmp_path, monkeypatch):
     """An empty working directory, small pieces, and two shards for every 2,000 tokens."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(corpus, "CHUNK", 500)
+    monkeypatch.setattr(sources, "CHUNK", 500)
     monkeypatch.setattr(corpus, "GROUP", 700)
     monkeypatch.setattr(corpus, "TOKENS_PER_SHARD", 1000)
     return tmp_path
@@ -167,7 +167,7 @@ def test_another_field_and_half_a_character_are_read(here):
 
 def test_the_quick_start_is_the_source_of_pythons_library(here):
     library = sysconfig.get_path("stdlib")
-    files = [file.relative_to(library) for file in corpus.find_sources("", "text", here)]
+    files = [file.relative_to(library) for file in sources.find_sources("", "text", here)]
     assert Path("json/decoder.py") in files and files == sorted(files)
     left_out = {"test", "tests", "site-packages", "encodings", "idlelib"}
     left_out |= {"pydoc_data", "entities.py", "stringprep.py"}  # generated, and tables
@@ -269,7 +269,7 @@ def test_urls_with_the_same_ending_are_different_texts(here, server):
 
 
 def test_shakespeare_is_downloaded(here, server, monkeypatch):
-    monkeypatch.setattr(corpus, "SHAKESPEARE", f"{server.url}/input.txt")
+    monkeypatch.setattr(sources, "SHAKESPEARE", f"{server.url}/input.txt")
     data = prepare(PrepareConfig(("shakespeare",)))
     assert data == Path("data/shakespeare") and text_of(data) == TEXT + "/input.txt"
 
@@ -372,7 +372,7 @@ def test_any_text_comes_back_with_its_newlines_and_other_bytes_are_refused(text,
 
 def read_all(source):
     documents = [""]
-    for text, is_end in corpus.read_pieces(source, "text", []):
+    for text, is_end in sources.read_pieces(source, "text", []):
         documents[-1] += text
         documents += [""] * is_end
     return [text for text in documents if text]
@@ -380,7 +380,7 @@ def read_all(source):
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_pieces_give_the_tokens_of_the_whole_file(here, monkeypatch, size):
-    monkeypatch.setattr(corpus, "CHUNK", size)
+    monkeypatch.setattr(sources, "CHUNK", size)
     text = "".join(topics.values())[: 50 * size + 2000] + "\n é  🙂\n\n end of it"
     (here / "a.txt").write_text(text, encoding="utf-8")
     assert read_all(here / "a.txt") == [text]
@@ -397,13 +397,13 @@ def test_marks_are_found_wherever_a_text_is_cut(here, monkeypatch, text):
     documents = [text[:n] for n in range(1, 90, 4)]
     (here / "a.txt").write_text((END_OF_TEXT + "\n\n").join([*documents, ""]))
     for size in range(40, 60):
-        monkeypatch.setattr(corpus, "CHUNK", size)
+        monkeypatch.setattr(sources, "CHUNK", size)
         assert read_all(here / "a.txt") == documents
 
 
 def test_a_long_text_is_read_bit_by_bit(here):
     (here / "a.txt").write_bytes(b"some words in a line\n" * 100_000 + b"\xff")
-    pieces = corpus.read_pieces(here / "a.txt", "text", [])
+    pieces = sources.read_pieces(here / "a.txt", "text", [])
     assert len(next(pieces)[0]) <= 500  # without reading on to the bad end
     with pytest.raises(UnicodeDecodeError, match="0xff"):
         list(pieces)
