@@ -159,7 +159,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     torch.manual_seed(config.seed)
     device = processes.device
     model = pretrained.build_model(GPT, config, data, source)
-    dtype = devices.pick_dtype(config.dtype, device, wide=config.n_embd >= 128)
+    dtype = devices.pick_dtype(config.dtype, device, wide=config.n_embd >= 128, training=True)
     autocast = torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32")
     long = config.minutes > 2 if config.minutes else config.max_iters > 1000
     auto = device == "cuda" and devices.has_triton() and long

@@ -26,13 +26,18 @@ def pick_device(device: str) -> str:
     return device
 
 
-def pick_dtype(dtype: str, device: str, wide: bool) -> str:
-    """`auto` to the fastest dtype. On a CPU, bfloat16 is faster for `wide` models only."""
+def pick_dtype(dtype: str, device: str, wide: bool, training: bool = False) -> str:
+    """`auto` to the fastest dtype. On a CPU, bfloat16 is faster for `wide` models only. Intel's
+    processors of AMX's generations multiply at half of float32's speed if a virtual machine hides
+    AMX: training is slower in bfloat16 there, while sampling still reads half the memory."""
     if dtype != "auto":
         return dtype
     if device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.10 has none
+    slow = training and capabilities.get("avx512_fp16")
+    native = torch.cpu._is_avx512_bf16_supported() and not slow
+    native = native or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if device == "cpu" and wide and native else "float32"
 
 

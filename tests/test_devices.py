@@ -43,6 +43,19 @@ def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, monkeypa
     assert devices.pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
 
 
+@pytest.mark.parametrize("amx", [True, False])
+def test_training_without_a_processors_amx_is_in_float32(amx, monkeypatch):
+    has = {"avx512_fp16": True}
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has, raising=False)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    expected = "bfloat16" if amx else "float32"
+    assert devices.pick_dtype("auto", "cpu", wide=True, training=True) == expected
+    assert devices.pick_dtype("auto", "cpu", wide=True) == "bfloat16"
+    has["avx512_fp16"] = False  # another maker's
+    assert devices.pick_dtype("auto", "cpu", wide=True, training=True) == "bfloat16"
+
+
 MASK = torch.arange(45.0).view(5, 9) % 4
 
 
