@@ -166,7 +166,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     compile = auto if config.compile == "auto" else config.compile
     if device == "cpu":
         devices.keep_freed_memory()
-        devices.use_float32_attention(model)
+        devices.use_fast_attention(model)
         devices.use_fast_dropout()
     if config.recompute:
         recompute_activations(model)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from gptling.devices import use_float32_attention
+from gptling.devices import use_fast_attention
 from gptling.gpt2_format import same
 
 WIDE = 256  # n_embd from which bfloat16 and oneDNN pay: narrower models stay in the cache
@@ -43,7 +43,7 @@ def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
     wide = model.config.n_embd >= WIDE
     if weight.is_cpu and wide and torch.backends.mkldnn.is_available():
         use_onednn(fast)
-    if weight.is_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
+    if weight.is_cpu and weight.dtype == torch.bfloat16 and use_fast_attention(fast):
         fast.cache_dtype = torch.float32  # instead of a cast of all keys at every token
     return fast
 

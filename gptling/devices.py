@@ -48,10 +48,16 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Modu
     return model
 
 
-def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
-    """F.scaled_dot_product_attention, in float32 for q in bfloat16: a CPU's bfloat16 kernel is
-    slower, except in training on long sequences."""
-    if q.dtype != torch.bfloat16 or (q.requires_grad and q.size(2) >= 256):
+def fast_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+    """F.scaled_dot_product_attention. PyTorch's kernel for a CPU has no dropout, and in bfloat16 it
+    is slower than in float32, except in training on long sequences."""
+    is_bfloat16 = q.dtype == torch.bfloat16
+    is_long = q.requires_grad and q.size(2) > 256
+    written_out = dropout_p or (is_bfloat16 and not is_long)
+    if q.requires_grad and is_causal and written_out and not options:
+        return causal_attention(q, k, v, dropout_p)
+    options |= {"dropout_p": dropout_p, "is_causal": is_causal}
+    if not is_bfloat16 or is_long:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()
@@ -60,13 +66,23 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
     return y.to(q.dtype)
 
 
-def use_float32_attention(model: torch.nn.Module) -> bool:
+def causal_attention(q, k, v, dropout_p: float) -> torch.Tensor:
+    """softmax(q k^T / sqrt(hs)) v, written out, with dropout of the weights: q (B, nh, T, hs), k
+    and v (B, nh, S, hs). The first matmul adds the mask."""
+    mask = q.new_full((q.size(2), k.size(2)), -math.inf).triu(1)
+    rows, columns, values = [t.flatten(0, 1) for t in (q, k, v)]  # (B nh, T or S, hs)
+    scores = torch.baddbmm(mask, rows, columns.mT, alpha=1 / math.sqrt(q.size(-1)))
+    weights = F.dropout(scores.softmax(-1), dropout_p)  # (B nh, T, S)
+    return (weights @ values).unflatten(0, q.shape[:2])
+
+
+def use_fast_attention(model: torch.nn.Module) -> bool:
     """Let layers that name PyTorch's attention kernel `attend`, as MultiHeadAttention does, use
-    float32_attention. Your own kernel stays. Returns whether each block has one such layer."""
+    fast_attention. Your own kernel stays. Returns whether each block has one such layer."""
     attend = F.scaled_dot_product_attention
     layers = [m for m in model.modules() if getattr(m, "attend", None) is attend]
     for layer in layers:
-        layer.attend = float32_attention
+        layer.attend = fast_attention
     return len(layers) == len(set(model.h))
 
 

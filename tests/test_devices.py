@@ -61,16 +61,38 @@ MASK = torch.arange(45.0).view(5, 9) % 4
 
 @pytest.mark.parametrize("mask", [None, MASK > 0, MASK.bfloat16()])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float32])
-def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask, cache_dtype):
+def test_attention_of_bfloat16_is_that_of_float64_but_for_one_rounding(mask, cache_dtype):
     torch.manual_seed(0)
     q = torch.randn(2, 2, 5, 8).bfloat16()
     k, v = (torch.randn(2, 2, 9, 8).bfloat16().to(cache_dtype) for _ in "kv")
     wide = mask.double() if mask is not None and mask.dtype != torch.bool else mask
     expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=wide)
     with torch.autocast("cpu", torch.bfloat16):
-        y = devices.float32_attention(q, k, v, attn_mask=mask)
+        y = devices.fast_attention(q, k, v, attn_mask=mask)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_training_is_that_of_float64(dtype, dropout):
+    """Its gradients too, and with the same places of dropout."""
+    devices.use_fast_dropout()
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 2, 4, 40, 8).to(dtype)
+    gradient = torch.randn(2, 4, 40, 8).to(dtype)
+
+    def attend(kernel, qkv):
+        torch.manual_seed(1)
+        qkv = qkv.detach().requires_grad_()
+        y = kernel(*qkv, is_causal=True, dropout_p=dropout)
+        return y, *torch.autograd.grad(y, qkv, gradient.to(y.dtype))
+
+    expected = attend(F.scaled_dot_product_attention, qkv.double())
+    for fast, exact in zip(attend(devices.fast_attention, qkv), expected, strict=True):
+        assert fast.dtype == dtype
+        error = (fast - exact).norm() / exact.norm()
+        assert error < (0.01 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +114,8 @@ def test_utilisation_is_6_flops_a_parameter_and_token_of_a_known_peak(gpu, share
 def test_attention_with_a_kernel_of_its_own_keeps_it():
     model = GPT(GPTConfig(8, 11, 2, 2, 8))
     model.h[1].attn.attend = torch.add
-    assert not devices.use_float32_attention(model)
-    assert model.h[0].attn.attend is devices.float32_attention
+    assert not devices.use_fast_attention(model)
+    assert model.h[0].attn.attend is devices.fast_attention
     assert model.h[1].attn.attend is torch.add
 
 
