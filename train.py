@@ -165,9 +165,7 @@ def set_up(config: TrainConfig, data: Dataset, source: Path | None, processes: P
     auto = device == "cuda" and devices.has_triton() and long
     compile = auto if config.compile == "auto" else config.compile
     if device == "cpu":
-        devices.keep_freed_memory()
-        devices.use_fast_attention(model)
-        devices.use_fast_dropout()
+        devices.use_cpu_kernels(model)
     if config.recompute:
         recompute_activations(model)
     parallel = processes.wrap(model, config.fsdp, dtype)  # gradients: the mean of all processes

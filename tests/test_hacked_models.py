@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from gptling.decoding import speed_up
+from gptling.devices import replace_operators, use_fast_attention
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
 from gptling.loss import objective_and_parts
@@ -27,6 +28,7 @@ from model import GPT
 from tests import try_model
 from tests.conftest import ROOT, TEXT, TINY, read_log, run_here, small
 from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited, edited_module
+from tests.test_devices import cross_entropy
 from tests.test_explain import attention_of
 from tests.try_model import generate, padded
 
@@ -152,6 +154,23 @@ def test_recomputed_blocks_change_no_loss_and_no_gradient(name):
         assert abs(plain[0]["loss"] - evaluated) > 1e-3
     else:
         torch.testing.assert_close(plain[0]["loss"], evaluated)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fast_kernels_of_a_cpu_change_no_loss_and_no_gradient(name, monkeypatch):
+    """With dropout, for which PyTorch has no attention kernel on a CPU."""
+    model, (idx, targets) = hacked_model(name, dropout=0.1).train(), batch()
+
+    def compute():
+        torch.manual_seed(0)  # of dropout
+        return results(model, idx, targets)
+
+    replace_operators()  # dropout's, in both
+    with monkeypatch.context() as plain:
+        plain.setattr("torch.nn.functional.cross_entropy", cross_entropy)
+        expected = compute()
+    use_fast_attention(model)
+    torch.testing.assert_close(compute(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -68,7 +68,7 @@ def worker(case: dict):
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from gptling.devices import keep_freed_memory, use_fast_attention
+    from gptling.devices import keep_freed_memory, use_cpu_kernels
     from gptling.plan import fill_in
     from model import GPT, GPTConfig
     from train import SMALL, TrainConfig, configure_optimizers
@@ -90,7 +90,7 @@ def worker(case: dict):
         model = GPT(config).train()
         model.to(device)
         if device == "cpu":
-            use_fast_attention(model)
+            use_cpu_kernels(model)
         for block in model.h if case.get("recompute") else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         options = {"optimizer": case.get("optimizer", "adamw"), "dtype": case["dtype"]}
