@@ -1,4 +1,4 @@
-"""What depends on the machine: the device, the dtype, the kernel of attention, memory and peaks."""
+"""What depends on the machine: the device, the dtype, a CPU's kernels, memory and peaks."""
 
 import ctypes
 import functools
@@ -26,13 +26,18 @@ def pick_device(device: str) -> str:
     return device
 
 
-def pick_dtype(dtype: str, device: str, wide: bool) -> str:
-    """`auto` to the fastest dtype. On a CPU, bfloat16 is faster for `wide` models only."""
+def pick_dtype(dtype: str, device: str, wide: bool, training: bool = False) -> str:
+    """`auto` to the fastest dtype. On a CPU, bfloat16 is faster for `wide` models only. Intel's
+    processors of AMX's generations multiply at half of float32's speed if a virtual machine hides
+    AMX: training is slower in bfloat16 there, while sampling still reads half the memory."""
     if dtype != "auto":
         return dtype
     if device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.10 has none
+    slow = training and capabilities.get("avx512_fp16")
+    native = torch.cpu._is_avx512_bf16_supported() and not slow
+    native = native or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if device == "cpu" and wide and native else "float32"
 
 
@@ -66,7 +71,8 @@ def use_float32_attention(model: torch.nn.Module) -> bool:
 
 
 def bernoulli_(self, p=0.5, *, generator=None) -> torch.Tensor:
-    """torch.Tensor.bernoulli_ by 16 random bits for each number: p is rounded to 1 / 65536."""
+    """torch.Tensor.bernoulli_ by 16 random bits for each number: p is rounded to 1 / 65536.
+    PyTorch's own kernel draws four times as many bits, and on one core."""
     threshold = round(65536 * p) - 32768
     if abs(threshold) == 32768:  # p is 0 or 1
         return self.fill_(round(p))
@@ -76,14 +82,47 @@ def bernoulli_(self, p=0.5, *, generator=None) -> torch.Tensor:
     return self.copy_((bits < threshold).view(self.shape))
 
 
+class CrossEntropy(torch.autograd.Function):
+    """F.cross_entropy(logits, targets, reduction="none"). The gradient, which is the probabilities
+    less 1 at the target, is computed with the loss, in the memory of the logarithms."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        log_probs = logits.log_softmax(-1)  # (N, V)
+        losses = F.nll_loss(log_probs, targets, reduction="none")
+        columns = targets.clamp(min=0)[:, None]  # -100 is ignored
+        grad = log_probs.exp_().scatter_(1, columns, -1, reduce="add")
+        ctx.save_for_backward(grad, targets)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad_losses):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: leave out use_cpu_kernels in train.py")
+        grad, targets = ctx.saved_tensors
+        factors = (grad_losses * (targets != -100))[:, None]
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
+        return (grad * factors if again else grad.mul_(factors)), None
+
+
 @functools.cache
-def use_fast_dropout() -> torch.library.Library:
-    """Let PyTorch draw the places of dropout on a CPU by bernoulli_, as long as the result lives:
-    it is cached. PyTorch's own kernel draws four times as many bits, and on one core."""
+def replace_operators() -> torch.library.Library:
+    """Replace PyTorch's operators for dropout and for cross-entropy on a CPU, as long as the result
+    lives: it is cached. They mean the same, so that an edited model.py gets what it asks for. What
+    CrossEntropy cannot compute, such as label smoothing, PyTorch's own operator does."""
+    own = torch.library.get_kernel("aten::cross_entropy_loss", "AutogradCPU")
+
+    def cross_entropy_loss(keys, logits, targets, *options):  # those that are not the defaults
+        plain = options == (None, 0) and targets.shape == logits.shape[:1]  # not probabilities
+        if plain and logits.requires_grad and type(logits) is torch.Tensor:  # not the compiler's
+            return CrossEntropy.apply(logits, targets)
+        return own.call_boxed(keys, logits, targets, *options)
+
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it replaces one
+        warnings.simplefilter("ignore")  # that they replace others
         kernels.impl("bernoulli_.float", bernoulli_, "CPU")
+        kernels.impl("cross_entropy_loss", cross_entropy_loss, "AutogradCPU", with_keyset=True)
     return kernels
 
 
@@ -101,6 +140,13 @@ def keep_freed_memory():
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
+
+
+def use_cpu_kernels(model: torch.nn.Module):
+    """Speed up training of a model on a CPU. What it computes stays the same."""
+    keep_freed_memory()
+    use_float32_attention(model)
+    replace_operators()
 
 
 # FLOP/s of dense matmuls in bfloat16 with sums in float32, by NVIDIA's data sheets and, for RTX

@@ -49,7 +49,9 @@ class Processes:
 
     def pick_dtype(self, config) -> str:
         """Return the dtype of matmuls. On a CPU, bfloat16 is faster from a width of 128 on."""
-        return devices.pick_dtype(config.dtype, self.device, wide=config.n_embd >= 128)
+        return devices.pick_dtype(
+            config.dtype, self.device, wide=config.n_embd >= 128, training=True
+        )
 
     def autocast(self, dtype: str) -> torch.autocast:
         """Return the context in which matmuls have this dtype."""
@@ -87,9 +89,7 @@ class Processes:
         to call in training: its gradients are the mean over all processes. Raises UserError for
         FSDP in float16."""
         if self.device == "cpu":
-            devices.keep_freed_memory()
-            devices.use_float32_attention(model)
-            devices.use_fast_dropout()
+            devices.use_cpu_kernels(model)
         if config.recompute:
             recompute_activations(model)
         self.sharded = config.fsdp and self.world_size > 1

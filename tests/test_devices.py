@@ -1,4 +1,4 @@
-"""The machine: devices and dtypes, attention of bfloat16 on a CPU, waiting threads, peaks."""
+"""The machine: devices and dtypes, kernels for a CPU, waiting threads, peaks."""
 
 import math
 import os
@@ -43,6 +43,19 @@ def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, monkeypa
     assert devices.pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
 
 
+@pytest.mark.parametrize("amx", [True, False])
+def test_training_without_a_processors_amx_is_in_float32(amx, monkeypatch):
+    has = {"avx512_fp16": True}
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has, raising=False)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    expected = "bfloat16" if amx else "float32"
+    assert devices.pick_dtype("auto", "cpu", wide=True, training=True) == expected
+    assert devices.pick_dtype("auto", "cpu", wide=True) == "bfloat16"
+    has["avx512_fp16"] = False  # another maker's
+    assert devices.pick_dtype("auto", "cpu", wide=True, training=True) == "bfloat16"
+
+
 MASK = torch.arange(45.0).view(5, 9) % 4
 
 
@@ -58,6 +71,61 @@ def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask, cache_d
         y = devices.float32_attention(q, k, v, attn_mask=mask)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+def cross_entropy(logits, targets, weight=None, reduction="mean", ignore_index=-100,
+                  label_smoothing=0.0):  # fmt: skip
+    """F.cross_entropy, written out."""
+    log_probs = logits.log_softmax(-1)
+    column = targets.clamp(min=0)[:, None]
+    losses = -log_probs.gather(1, column)[:, 0]
+    losses = torch.lerp(losses, -log_probs.mean(-1), label_smoothing)
+    weights = (targets != ignore_index) * (1.0 if weight is None else weight[column[:, 0]])
+    losses = losses * weights
+    return losses if reduction == "none" else losses.sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"ignore_index": 5}, {"weight": torch.arange(1.0, 12)},
+     {"reduction": "mean"}],
+    ids=str,
+)  # fmt: skip
+def test_fast_cross_entropy_is_pytorchs(options):
+    """Its gradient too, as often as the graph is kept for it."""
+    devices.replace_operators()
+    torch.manual_seed(0)
+    logits = 30 * torch.randn(7, 11, requires_grad=True)
+    targets = torch.arange(7)
+    targets[3] = options.get("ignore_index", -100)
+    options = {"reduction": "none"} | options
+    upstream = torch.arange(1.0, 8)
+    losses, expected = (f(logits, targets, **options) for f in (F.cross_entropy, cross_entropy))
+    torch.testing.assert_close(losses, expected)
+    (gradient,) = torch.autograd.grad((expected * upstream).sum(), logits)
+    for keep in (True, True, False):
+        (fast,) = torch.autograd.grad((losses * upstream).sum(), logits, retain_graph=keep)
+        torch.testing.assert_close(fast, gradient)
+    with pytest.raises(RuntimeError, match="second time"):
+        losses.sum().backward()
+    with torch.no_grad():
+        assert torch.equal(F.cross_entropy(logits, targets, **options), losses)
+
+
+def test_a_gradient_of_the_fast_cross_entropys_gradient_is_an_error():
+    devices.replace_operators()
+    logits = torch.randn(3, 5, requires_grad=True)
+    loss = F.cross_entropy(logits, torch.arange(3), reduction="none").sum()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+@pytest.mark.parametrize("target", [-1, 5])
+def test_a_target_outside_the_vocabulary_is_an_error(target):
+    devices.replace_operators()
+    logits = torch.randn(1, 5, requires_grad=True)
+    with pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(logits, torch.tensor([target]), reduction="none")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +184,7 @@ def test_scripts_start_without_pytorchs_compiler():
 @pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fast_dropout_draws_each_number_by_itself_and_from_the_seed(dropout, dtype):
-    devices.use_fast_dropout()
+    devices.replace_operators()
     x = torch.ones(1000, 401, dtype=dtype)[:, 1:]  # 400,000 numbers
 
     def drop(seed):
@@ -139,7 +207,7 @@ def test_fast_dropout_draws_each_number_by_itself_and_from_the_seed(dropout, dty
 
 @pytest.mark.parametrize("p", [0.0, 1e-9, 1 - 1e-9, 1.0])
 def test_fast_dropout_of_all_or_nothing_is_exact(p):
-    devices.use_fast_dropout()
+    devices.replace_operators()
     assert torch.equal(
         torch.empty(7, 100_000).bernoulli_(p), torch.full((7, 100_000), round(p)).float()
     )

@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from gptling.decoding import speed_up
+from gptling.devices import replace_operators
 from gptling.evaluation import loss_terms
 from gptling.explain import logits_and_attention
 from gptling.gpt2_format import load, save
@@ -27,6 +29,7 @@ from model import GPT
 from tests import try_model
 from tests.conftest import ROOT, TEXT, TINY, read_log, run_here, small
 from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited, edited_module
+from tests.test_devices import cross_entropy
 from tests.test_explain import attention_of
 from tests.try_model import generate, padded
 
@@ -153,6 +156,16 @@ def test_recomputed_blocks_change_no_loss_and_no_gradient(name):
         assert abs(plain[0]["loss"] - evaluated) > 1e-3
     else:
         torch.testing.assert_close(plain[0]["loss"], evaluated)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_fast_cross_entropy_changes_no_loss_and_no_gradient(name):
+    """Of any edit: it takes the place of PyTorch's operator."""
+    model, (idx, targets) = hacked_model(name).train(), batch()
+    with mock.patch("torch.nn.functional.cross_entropy", cross_entropy):
+        expected = results(model, idx, targets)
+    replace_operators()
+    torch.testing.assert_close(results(model, idx, targets), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -68,7 +68,7 @@ def worker(case: dict):
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from gptling.devices import keep_freed_memory, use_float32_attention
+    from gptling.devices import keep_freed_memory, use_cpu_kernels
     from gptling.schedule import fill_in
     from gptling.settings import SMALL
     from model import GPT, GPTConfig
@@ -91,7 +91,7 @@ def worker(case: dict):
         model = GPT(config).train()
         model.to(device)
         if device == "cpu":
-            use_float32_attention(model)
+            use_cpu_kernels(model)
         for block in model.h if case.get("recompute") else ():
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         options = {"optimizer": case.get("optimizer", "adamw"), "dtype": case["dtype"]}
