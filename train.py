@@ -208,7 +208,7 @@ def main():
     processes.catch_signals()
 
     # ------------------------------------------------------------ loop
-    stopped = 0  # the number of a signal that a process got
+    stopped = 0  # the number of the signal that a process received
     while progress.step < progress.max_iters:
         step = progress.step
         # config.max_iters is the first plan's: with a time budget, the machine's speed decides.
@@ -224,7 +224,7 @@ def main():
         batch = data.batch(config, step, processes)
         # To mask targets, make them -100 here, before they are counted.
         n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # all processes' sum
-        losses = {}  # the mean loss of the step, and of each term that a changed model adds
+        losses = {}  # the step's mean of the loss, and of each term that a changed model adds
         for micro_step, (x, y) in enumerate(batch):
             # Dropout depends on the micro-batch, not on the process that computes it.
             torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))

@@ -125,7 +125,7 @@ class RunDirectory:
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path)
         self.truncate_log(state.progress.step)
-        self.write_settings(state.settings())
+        self.write_settings(state.configuration())
 
     def move_old_run(self):
         """Move the run that is here to NAME.old, or NAME.old2 if there is one, and so on. Lock the
@@ -176,7 +176,7 @@ class RunDirectory:
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
             for name, text in state.sources.items():  # another model.py does not load it
                 (new / name).write_bytes(text)
-        self.write_settings(state.settings())  # max_iters may have changed
+        self.write_settings(state.configuration())  # max_iters may have changed
         checkpoints = list_checkpoints(self.path)
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"checkpoints are for this model.py alone (model_type gptling): {why_not_gpt2}")

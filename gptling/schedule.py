@@ -66,9 +66,9 @@ def fill_in(config, values: dict):
 
 
 def eval_part(config) -> int:
-    """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is -1, those before
-    the last one have a share of the time. Training one token takes as long as evaluating three,
-    without a backward pass."""
+    """Return how many tokens an evaluation covers, 0 for all. If eval_tokens is -1, the evaluations
+    before the last one share EVALUATING_SHARE of the time. A token is evaluated in a third of the
+    time in which it is trained on, because there is no backward pass."""
     if config.eval_tokens >= 0:
         return config.eval_tokens
     tokens = EVALUATING_SHARE * config.eval_interval * 3 * tokens_per_step(config)
@@ -99,7 +99,7 @@ def evaluates_after(step: int, max_iters: int, config) -> bool:
 
 
 def most_steps(config, n_tokens: int) -> int:
-    """Return after how many steps on a text of n_tokens a run ends before it overfits."""
+    """Return the number of steps beyond which a run on n_tokens would overfit."""
     epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
     if config.bpe_dropout:
         steps = VARIED_STEPS

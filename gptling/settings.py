@@ -70,13 +70,13 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     if missing and processes.is_main:
         quickstart()
     processes.barrier()
-    if start.saved:
+    if start.saved:  # a resumed run has its settings
         change_length(config, length_flag, start.saved["progress"])
-    elif config.eval_only or (config.max_iters and length_flag != "minutes"):
+    elif config.eval_only or (config.max_iters and length_flag != "minutes"):  # steps
         config.minutes = 0.0
         longest = stored.get("block_size", SMALL["block_size"])
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
-    else:
+    else:  # a time
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
         plan.complete(config, stored.get("block_size"), build, processes)
     check_schedule(config)
@@ -166,8 +166,8 @@ def adopt_sizes(config, given: dict, stored: dict, checkpoint: Path):
 
 
 def change_length(config, flag: str, progress: dict):
-    """Give a resumed run the new length that a flag asks for: --max_iters, a number of steps from
-    now on, or --minutes, so many more at the mean speed so far."""
+    """Give a resumed run the new length that a flag asks for: --max_iters, a new total of steps, or
+    --minutes, so many more at the mean speed so far."""
     fill_in(config, SMALL)  # fields that the run's code did not have
     if flag == "max_iters":
         config.minutes = 0.0

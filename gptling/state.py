@@ -62,10 +62,10 @@ class State:
         self.first_groups = self.groups()
 
     def groups(self) -> list[list[dict]]:
-        """Return the groups of each optimizer, with numbers in the place of parameters."""
+        """Return the groups of each optimizer, with numbers in place of the parameters."""
         return [optimizer.state_dict()["param_groups"] for optimizer in self.optimizers]
 
-    def settings(self) -> dict[str, Any]:
+    def configuration(self) -> dict[str, Any]:
         """Return the settings that make this run, with the number of steps that fit now."""
         values = vars(self.config) | {"max_iters": self.progress.max_iters}
         once = marked_fields(type(self.config), "once")
@@ -83,7 +83,7 @@ class State:
         things = {name: thing.state_dict() for name, thing in self.things.items()}
         return {
             "progress": progress,
-            "config": self.settings(),
+            "config": self.configuration(),
             "code": self.code(),
             "optimizers": [named_state(optimizer, self.model) for optimizer in self.optimizers],
             "settings": list(zip(self.first_groups, self.groups(), strict=True)),
@@ -155,8 +155,8 @@ def load_named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, s
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, first: list[dict], last: list[dict]):
-    """Set what training had changed, group by group. Momentum that was 0.9 at first and 0.95 at
-    last is 0.95 again if it is 0.9 now. Any other value now is a flag's or the code's and stays."""
+    """Restore what a schedule had changed, group by group. A momentum that was 0.9 at first and
+    0.95 at last is 0.95 again if the code or the flags still say 0.9. Otherwise theirs wins."""
     for group, before, after in zip(optimizer.param_groups, first, last, strict=False):
         for name, value in after.items():
             if value != before.get(name) and group.get(name) == before.get(name):
