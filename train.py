@@ -198,10 +198,9 @@ def main():
     # pass it by a name: average=average.
     state = State(config, model, optimizers, start.sources, scaler=scaler)
     progress = state.progress
+    start.begin(state)
     if start.saved:
-        state.load_state_dict(start.saved)
         print_jump(optimizers, progress, config)
-    start.run.start(state)
     clock = Clock(config, data, model, progress, processes)
     report = Report(config, data, model, progress, processes)
     report.header(dtype)

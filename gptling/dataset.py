@@ -47,12 +47,13 @@ class Dataset:
 
     def check_counts(self, meta: dict):
         """Raise UserError for other numbers of tokens than meta.json's, if it has them."""
-        for split, n in (("train", self.n_tokens), ("val", len(self.val))):
+        counts = {"train": self.n_tokens, "val": len(self.val)}
+        for split, n in counts.items():
             stored = meta.get(split, {"tokens": n})["tokens"]
             if n != stored:
-                counts = f"{n:,} tokens of {split}, not {stored:,}"
+                tokens = f"{n:,} tokens of {split}, not {stored:,}"
                 remedy = "prepare the text again with --overwrite"
-                raise UserError(f"{self.directory} has {counts}: {remedy}")
+                raise UserError(f"{self.directory} has {tokens}: {remedy}")
 
     def validate_on(self, eval_tokens: int):
         """Choose the validation sequences: all of the split (0), or enough for eval_tokens, spread
@@ -107,8 +108,10 @@ class Dataset:
         length = self.block_size + 1
         stride = batch_size * processes.world_size
         for i in range(0, len(self.val_starts), stride):
-            starts = self.val_starts[i : i + stride][processes.rank :: processes.world_size]
-            sequences = np.full((max(1, len(starts)), length), -100, dtype=np.int64)
+            starts = self.val_starts[i : i + stride]
+            starts = starts[processes.rank :: processes.world_size]
+            rows = max(1, len(starts))
+            sequences = np.full((rows, length), -100, dtype=np.int64)
             for row, start in enumerate(starts):
                 ids = self.val[start : start + length]
                 sequences[row, : len(ids)] = ids
@@ -167,7 +170,8 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> 
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     lengths = tuple(map(len, shards))
-    n = len(draw_epoch(lengths, T, config.seed, 0)[0])  # the sequences of each epoch
+    first_order, *_ = draw_epoch(lengths, T, config.seed, 0)
+    n = len(first_order)  # the sequences of each epoch
     sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)
     for m, row in np.ndindex(micro_steps, B):
         micro_batches_before = (step * micro_steps + m) * world_size + rank  # since the run began

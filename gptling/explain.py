@@ -74,19 +74,23 @@ def logits_of_layers(model: torch.nn.Module, idx: torch.Tensor, logits: torch.Te
     with register_module_forward_pre_hook(keep):
         model(idx)
     lens = [model.logits(model.ln_f(x))[0] for x in inputs]
-    complete = [x.shape for x in lens] == len(layers) * [logits.shape]
-    return lens if complete and torch.allclose(lens[-1], logits, atol=1e-4) else []
+    shapes = [x.shape for x in lens]
+    if shapes != len(layers) * [logits.shape]:
+        return []
+    return lens if torch.allclose(lens[-1], logits, atol=1e-4) else []
 
 
 def predictions(logits: torch.Tensor, tokens: list[int], n: int, label) -> list:
     """Return what logits (T, V) say of each token but the first: its probability, its rank, and the
     n likeliest in its place, [label, probability, whether it is the token]."""
     places = []
-    for row, token in zip(logits[:-1].softmax(dim=-1), tokens[1:], strict=True):
+    probs = logits[:-1].softmax(dim=-1)
+    for row, token in zip(probs, tokens[1:], strict=True):
         likeliest = row.topk(n).indices.tolist()
         entries = [[label(i), row[i].item(), i == token] for i in likeliest]
-        rank = 1 + int((row > row[token]).sum())
-        places.append([row[token].item(), rank, entries])
+        its_own = row[token]
+        n_better = (row > its_own).sum().item()
+        places.append([its_own.item(), 1 + n_better, entries])
     return places
 
 
@@ -95,8 +99,8 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
     """Return the data of the page: the first tokens of a text, whose first n_prompt are the prompt.
     places: the predictions for each token. lens: each layer's, with the likeliest token alone.
     attention: base64 of 65535 times the lower triangles of the weights in uint16."""
-
-    shown = ids[: min(256, model.config.block_size)]
+    longest = min(256, model.config.block_size)
+    shown = ids[:longest]
     T = len(shown)
     idx = torch.tensor([shown])
     logits, weights = logits_and_attention(model, idx)
@@ -111,6 +115,8 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
     codes = (65535 * triangles).round()
     attention = codes.numpy().astype("<u2").tobytes()
+    n_likeliest = min(10, int(model.valid_tokens.sum()))
+    lens = logits_of_layers(model, idx, logits)
     return {
         "call": "layer" if len(weights) == model.config.n_layer else "attention call",
         "n_layer": weights.size(0),
@@ -118,8 +124,8 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
         "n_prompt": min(n_prompt, T),
         "omitted": len(ids) - T,
         "tokens": [label(token) for token in shown],
-        "places": predict(logits, min(10, int(model.valid_tokens.sum()))),
-        "lens": [predict(x, 1) for x in logits_of_layers(model, idx, logits)],
+        "places": predict(logits, n_likeliest),
+        "lens": [predict(x, 1) for x in lens],
         "attention": base64.b64encode(attention).decode(),
     }
 

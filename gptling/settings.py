@@ -41,6 +41,12 @@ class Start:
     checkpoint: Path | None = None  # the weights: a resumed run's, init_from's, or None
     saved: dict[str, Any] = field(default_factory=dict)  # a resumed run's state, otherwise {}
 
+    def begin(self, state):
+        """Load the state of a resumed run, and make the directory ready. Raises UserError."""
+        if self.saved:
+            state.load_state_dict(self.saved)
+        self.run.start(state)
+
 
 def settle(config_class: type, model_class: type, set_up: Callable, quickstart, processes):
     """Return (configuration, start) once each setting has its value, which no one changes from then

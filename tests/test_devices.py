@@ -16,6 +16,14 @@ from model import GPT, GPTConfig
 from tests.conftest import ROOT
 
 
+def cpu(monkeypatch, bf16=False, amx=False, has=None):
+    """Let PyTorch find a processor with these instructions."""
+    found = {"get_capabilities": lambda: has or {}, "_is_amx_tile_supported": lambda: amx}
+    found["_is_avx512_bf16_supported"] = lambda: bf16
+    for name, function in found.items():
+        monkeypatch.setattr(torch.cpu, name, function, raising=False)
+
+
 @pytest.mark.parametrize("device, auto", [("cuda", "cuda"), ("mps", "cpu")])
 def test_a_device_is_refused_if_missing_and_auto_is_one_that_has_been_run(
     device, auto, monkeypatch, capsys
@@ -33,8 +41,7 @@ def test_a_device_is_refused_if_missing_and_auto_is_one_that_has_been_run(
 
 @pytest.mark.parametrize("native", [True, False])
 def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, monkeypatch):
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: native)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    cpu(monkeypatch, bf16=native)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
     assert devices.pick_dtype("float16", "cpu", wide=True) == "float16"
     assert devices.pick_dtype("auto", "cpu", wide=False) == "float32"
@@ -46,9 +53,7 @@ def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, monkeypa
 @pytest.mark.parametrize("amx", [True, False])
 def test_training_without_a_processors_amx_is_in_float32(amx, monkeypatch):
     has = {"avx512_fp16": True}
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has, raising=False)
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    cpu(monkeypatch, bf16=True, amx=amx, has=has)
     expected = "bfloat16" if amx else "float32"
     assert devices.pick_dtype("auto", "cpu", wide=True, training=True) == expected
     assert devices.pick_dtype("auto", "cpu", wide=True) == "bfloat16"

@@ -513,11 +513,16 @@ LOSSY = {
 }
 
 
+def use(monkeypatch, tokenizer, *functions):
+    """Let these functions return a tokenizer of the test's."""
+    for name in functions:
+        monkeypatch.setattr(tokenizers, name, lambda *_: tokenizer)
+
+
 @pytest.mark.parametrize("tokenizer", LOSSY.values(), ids=LOSSY)
 def test_a_tokenizer_that_changes_the_text_is_one_line(here, monkeypatch, tokenizer):
     """Bits per byte would be those of another text."""
-    monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *_: tokenizer)
-    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda _: tokenizer)
+    use(monkeypatch, tokenizer, "build_tokenizer", "load_tokenizer")
     words = r"tokenizer changes the text near '.*: bits .*, give another --tokenizer"
     with pytest.raises(UserError, match=words):
         prepare_text("".join(DOCUMENTS))
@@ -525,10 +530,10 @@ def test_a_tokenizer_that_changes_the_text_is_one_line(here, monkeypatch, tokeni
 
 def test_a_tokenizer_of_another_class_has_to_be_stored(here, monkeypatch):
     by_character = changed_bpe(lambda encode, text: [id for c in text for id in encode(c)])
-    monkeypatch.setattr(tokenizers, "build_tokenizer", lambda *_: by_character)
+    use(monkeypatch, by_character, "build_tokenizer")
     with pytest.raises(UserError, match=r"tokenizer\.json of mine is read as a plain Encoding"):
         prepare_text(TEXT)
-    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda _: by_character)
+    use(monkeypatch, by_character, "load_tokenizer")
     assert len(ids_of(prepare_text(TEXT))) == len(TEXT) + 2  # end-of-text
 
 
