@@ -72,8 +72,12 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     run on the quick start's text, which is Python's source."""
     if config.prompts or config.prompt == "-":
         raw = Path(config.prompts).read_bytes() if config.prompts else sys.stdin.buffer.read()
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{config.prompts or 'the prompt'} is not UTF-8: {error}") from None
         # The newline of `echo` is not part of the prompt.
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+        text = text.replace("\r\n", "\n").removesuffix("\n")
         return text.split("\n") if config.prompts else [text]
     settings = checkpoint.parent / "config.toml"
     if not (config.prompt or config.interactive) and settings.is_file():

@@ -21,8 +21,7 @@ from tokenizers import Tokenizer
 
 # GPT-2 was published with these as Conv1D, whose weight is the transpose of nn.Linear's.
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# Tensors in other programs' files that are not needed: masks, and the output layer, which is wte.
-REDUNDANT = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+REDUNDANT = (".attn.bias", ".attn.masked_bias")  # masks, in other programs' files
 # The names in config.json of model.py's sizes. transformers has its own defaults for missing ones.
 HF_NAMES = {
     "block_size": ("n_positions", "n_ctx"),
@@ -201,6 +200,14 @@ def differing_names(model: nn.Module, tensors: Tensors) -> str:
     return ", ".join(sorted({re.sub(r"\b\d+\b", "*", name) for name in differing}))
 
 
+def tie_output_layer(tensors: Tensors):
+    """Let the embeddings be the output layer too, or the other way about if only that is stored.
+    Raises ValueError for two different matrices, of which model.py would compute one."""
+    head = tensors.pop("lm_head.weight", None)
+    if head is not None and not torch.equal(tensors.setdefault("wte.weight", head), head):
+        raise ValueError("lm_head.weight differs from wte.weight, which model.py has tied")
+
+
 def load(model_class: type, directory: str | Path, allow_changed=False, **changes):
     """Return the model that `save` or GPT2LMHeadModel wrote to a directory, in eval mode and
     float32. changes: fields of its config to change, such as dropout=0.1. Prints the tensors that
@@ -219,6 +226,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
             for name, tensor in tensors.items()
             if not name.endswith(REDUNDANT)
         }
+        tie_output_layer(tensors)
     config = stored_config(model_class, stored)
     model = model_class(replace(config, **changes))
     load_tensors(model, swap_conv1d(tensors))

@@ -37,7 +37,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
     files = ["config.json", "model.safetensors", "tokenizer.json"]
     try:
         return Path(snapshot_download(path.as_posix(), allow_patterns=files))
-    except OSError as error:  # no network
+    except Exception as error:  # no network: the hub's packages have classes of their own
         raise UserError(f"{path}: {error}") from None
 
 

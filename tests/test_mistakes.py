@@ -121,7 +121,7 @@ MISTAKES = [
     ("in no_model: sample.py", "out/", "train.py"),
     ("sample.py out/mine --prompt=\udcff", r"'\udcff'", "U+DCFF"),  # a byte that is not UTF-8
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
-    ("sample.py out/mine --prompts=latin.txt", "0xe9", "utf-8"),
+    ("sample.py out/mine --prompts=latin.txt", "latin.txt is not UTF-8", "0xe9"),
     ("sample.py out/mine --temperature=-1", "--temperature=-1", 2),
     ("sample.py out/mine --top_p=0", "top_p=0", 2),
     ("sample.py out/mine --min_p=2", "min_p=2", 2),
@@ -206,6 +206,7 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "model.safetensors", math.nan, "logits: other"),
     (RESUME, "training_state.pt", b"short", "training_state.pt cannot be read"),
     (RESUME, "training_state.pt", Evil(), "training_state.pt cannot be read"),
+    (INIT, "config.json", {"n_head": 3}, "config.json: n_embd=16 is not divisible by n_head=3"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
     (TRAIN, "val.npy", Evil(), "Python objects"),
 ]

@@ -123,8 +123,9 @@ def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path, capsys
     tensors = load_file(tmp_path / "model.safetensors")
     assert sum(name.endswith(".bias") and not t.any() for name, t in tensors.items()) == 13
     masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.1.attn.masked_bias": torch.ones(())}
-    edit(tmp_path, masks | {"lm_head.weight": model.wte.weight.clone()})
-    assert torch.equal(load(GPT, tmp_path)(IDX)[0], model(IDX)[0])
+    for matrices in ({}, {"wte.weight": None}):  # some programs store the output layer's alone
+        edit(tmp_path, masks | {"lm_head.weight": model.wte.weight.clone()} | matrices)
+        assert torch.equal(load(GPT, tmp_path)(IDX)[0], model(IDX)[0])
     assert not capsys.readouterr().out
 
 
@@ -200,6 +201,7 @@ MISFITS = [  # changes of config.json or of a tensor, and what is said
     ({"n_layer": 1}, "attn.c_proj.bias"),
     ({"h.1.ln_2.bias": None}, r"in only one: h\.\*\.ln_2\.bias; logits: other"),
     ({"lm_head.bias": torch.ones(28)}, "lm_head.bias"),
+    ({"lm_head.weight": torch.ones(28, 32)}, "lm_head.weight differs from wte.weight"),
 ]
 
 
