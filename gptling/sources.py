@@ -105,7 +105,9 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
         return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
-    url = SHAKESPEARE if name == "shakespeare" else name
+    url = name
+    if name == "shakespeare" and not os.path.exists(name):
+        url = SHAKESPEARE
     try:
         if name.startswith("hf:"):
             from datasets import load_dataset  # not everybody has it

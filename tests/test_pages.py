@@ -4,13 +4,14 @@ of each section exist."""
 import contextlib
 import importlib
 import io
+import os
 import re
+import sys
 
 import pytest
-import torch
 
 import model
-from tests.conftest import ROOT
+from tests.conftest import FORKS, ROOT
 
 PAGES = ["attention.md", "gpt.md", "learning.md"]
 SLOW = {"gpt.md", "learning.md"}  # pages that train models
@@ -20,34 +21,34 @@ def read(page):
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def fresh_torch(tmp_path, monkeypatch):
-    """An empty working directory and PyTorch's defaults. Both are restored after the test."""
-    monkeypatch.chdir(tmp_path)
-    dtype = torch.get_default_dtype()
-    threads = torch.get_num_threads()
-    with torch.enable_grad(), torch.random.fork_rng():
-        yield
-    torch.set_default_dtype(dtype)
-    torch.set_num_threads(threads)
-    torch.set_printoptions(profile="default")
+def run_blocks(page, directory):
+    """Run the blocks of a page in order and in one namespace, as in a notebook, and compare what
+    they print. For a process of its own: PyTorch has its defaults there."""
+    os.chdir(directory)
+    sys.stderr = open("errors", "w", buffering=1)
+    namespace = {}
+    for number, (code, expected) in enumerate(blocks_of(page), 1):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(code, f"docs/{page}, block {number}", "exec"), namespace)
+        assert output.getvalue() == expected, f"block {number} printed\n{output.getvalue()}"
+
+
+def blocks_of(page):
+    pattern = r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```\n)?"
+    return re.findall(pattern, read(page), re.MULTILINE | re.DOTALL)
 
 
 RUNS = [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES]
 
 
 @pytest.mark.parametrize("page", RUNS)
-def test_blocks_print_the_text_below_them(page, fresh_torch):
-    """The blocks run in order and in one namespace, as in a notebook."""
-    blocks = re.findall(
-        r"^```python\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", read(page), re.MULTILINE | re.DOTALL
-    )
-    assert blocks
-    namespace = {}
-    for number, (code, expected) in enumerate(blocks, 1):
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            exec(compile(code, f"docs/{page}, block {number}", "exec"), namespace)
-        assert output.getvalue() == expected, f"block {number}"
+def test_blocks_print_the_text_below_them(page, tmp_path):
+    assert blocks_of(page)
+    child = FORKS.Process(target=run_blocks, args=(page, tmp_path))
+    with contextlib.chdir(ROOT):  # where the first one imports
+        child.start()
+    child.join()
+    assert child.exitcode == 0, (tmp_path / "errors").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)
