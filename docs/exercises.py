@@ -47,7 +47,7 @@ def check_merge_once():
 
 
 def softmax(scores):
-    """2. Turn scores (T, T), up to 1,000, into positive weights (T, T). Each row adds up to 1.
+    """2. Turn scores (T, S), up to 1,000, into positive weights (T, S). Each row adds up to 1.
 
     >>> softmax(tensor([[0.0, 1.0]]))
     tensor([[0.2689, 0.7311]])
@@ -303,8 +303,8 @@ def check_attend_with_cache():
 def difference(answer, right) -> str:
     """Return how an answer differs from the right one, or "" if it does not."""
     if isinstance(right, tuple):
-        if not isinstance(answer, tuple):
-            return f"one value instead of {len(right)}"
+        if not isinstance(answer, tuple) or len(answer) != len(right):
+            return f"not a tuple of {len(right)} values"
         return next(filter(None, map(difference, answer, right)), "")
     if isinstance(right, list):
         return "" if answer == right else f"{answer} instead of {right}"

@@ -136,11 +136,7 @@ class Processes:
         """Return the model with whole parameters, for the first process. All call it."""
         if not self.sharded:
             return model
-        full = {}
-        for name, tensor in model.state_dict().items():
-            tensor = whole(tensor)  # one at a time is whole on the device
-            if self.is_main:
-                full[name] = tensor.cpu()
+        full = {name: gathered(tensor) for name, tensor in model.state_dict().items()}
         if not self.is_main:
             return model
         full_model = self.model_class(model.config)
@@ -178,6 +174,14 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that FSDP has sharded. Any other is returned itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor on the CPU, for the first process. The others, which take part
+    and get an empty one, need memory for one tensor at a time."""
+    tensor = whole(tensor)
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    return tensor.cpu() if is_main else tensor.new_empty(0)
 
 
 def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

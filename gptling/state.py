@@ -16,7 +16,7 @@ from gptling import startup
 from gptling.cli import marked_fields
 from gptling.evaluation import comparable
 from gptling.files import UserError
-from gptling.processes import shard, whole
+from gptling.processes import gathered, shard
 
 
 @dataclass
@@ -77,7 +77,7 @@ class State:
         return hashes | {"optimizers": [type(optimizer).__name__ for optimizer in self.optimizers]}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and whole tensors on the CPU. All processes call it."""
+        """Return plain values and whole tensors on the CPU, for the first process. All call it."""
         names = ("step", "best", "best_tokens", "seconds")
         progress = {name: getattr(self.progress, name) for name in names}
         things = {name: thing.state_dict() for name, thing in self.things.items()}
@@ -130,8 +130,8 @@ def check_optimizers(model: torch.nn.Module, optimizers: list):
 
 
 def unsharded(state: Any) -> Any:
-    """Return the state with whole tensors, on the CPU. All processes call it."""
-    return tree_map_only(torch.Tensor, lambda tensor: whole(tensor).cpu(), state)
+    """Return the state with whole tensors on the CPU, for the first process. All call it."""
+    return tree_map_only(torch.Tensor, gathered, state)
 
 
 def placed(value: Any, now: Any) -> Any:
@@ -141,7 +141,7 @@ def placed(value: Any, now: Any) -> Any:
 
 
 def named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
-    """Return {name of a parameter: its state}, unsharded, on the CPU. All processes call it."""
+    """Return {name of a parameter: its state}, see unsharded."""
     parameters = model.named_parameters()
     return unsharded({name: optimizer.state[p] for name, p in parameters if p in optimizer.state})
 

@@ -242,7 +242,7 @@ MISTAKES = {
     attend_with_cache: {
         "the new token does not attend to itself": past_alone,
         "it sees token 0 alone": masked_query,
-        "one value instead of 3": lambda *inputs: attend_with_cache(*inputs)[0],
+        "not a tuple of 3 values": lambda *inputs: attend_with_cache(*inputs)[0],
         "shape (1,": lambda *inputs: (attend_with_cache(*inputs)[0], *inputs[3:]),
     },
 }
