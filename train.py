@@ -48,8 +48,7 @@ class TrainConfig(GPTConfig):
     changes a Fixed one is refused by --resume. What is set Once is not kept with the run."""
 
     # model
-    # context length: tokens per training sequence
-    block_size: cli.Fixed[Planned[PositiveInt]] = None
+    block_size: cli.Fixed[Planned[PositiveInt]] = None  # context length: tokens of a sequence
     n_layer: Planned[PositiveInt] = None  # number of transformer blocks
     n_head: Planned[PositiveInt] = None  # attention heads per block
     n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
