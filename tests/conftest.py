@@ -73,7 +73,7 @@ def run_in_child(arguments, cwd, files):
 
 
 @pytest.fixture(autouse=True)
-def train_here():
+def handlers_of_signals():
     """A script that run_here has run leaves no handlers of signals behind."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -167,6 +167,13 @@ def here(trained, tmp_path):
     """A directory with data/mine in which to train."""
     shutil.copytree(trained / "data", tmp_path / "data")
     return tmp_path
+
+
+@pytest.fixture
+def finished(trained, here):
+    """The same with out/mine, a run of 20 steps with checkpoints at 10 and 20."""
+    shutil.copytree(trained / "out", here / "out")
+    return here
 
 
 def weights(run, step=20):

@@ -101,7 +101,7 @@ def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
     ],
 )
 def test_a_script_ends_with_one_line_and_a_bug_with_its_traceback(
-    error, code, named, monkeypatch, capsys, train_here
+    error, code, named, monkeypatch, capsys
 ):
     def main():
         raise error
@@ -167,7 +167,7 @@ def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
         assert (f"--{field.name}" in text) != (hidden or positional)
 
 
-def test_auto_is_chosen_again_on_another_machine(here, monkeypatch, train_here):
+def test_auto_is_chosen_again_on_another_machine(here, monkeypatch):
     flags = ["--dataset=mine", *TINY, "--dtype=auto", "--out_dir=out/auto"]
     output_of("train.py", *flags, cwd=here)
     other = lambda dtype, *a, **k: f"{dtype} bfloat16".split()[1]  # noqa: E731

@@ -31,7 +31,7 @@ def git(*words):
 
 
 @pytest.fixture
-def run_compare(trained, tmp_path, monkeypatch, capsys, train_here):
+def run_compare(trained, tmp_path, monkeypatch, capsys):
     """Compare in a repository with the project, committed, and data/mine. Its scripts run in the
     tests' fork server. Returns the exit code, the output, and (side, words) of each training.
     fake(side, seed, steps) replaces train.py: it gives the last loss, and the milliseconds of a

@@ -3,7 +3,6 @@ run's stays as it is."""
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -23,13 +22,6 @@ GENERATE = '        require(idx.size(1) > 0, "idx has no tokens'
 LOSSES = '        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")\n'
 STEP = "        for optimizer in optimizers:\n            if not overflow:\n"
 RAISE = "raise RuntimeError('in eval mode')\n"
-
-
-@pytest.fixture
-def finished(trained, here, train_here):
-    """A directory with data/mine and out/mine, a run of 20 steps with checkpoints at 10 and 20."""
-    shutil.copytree(trained / "out", here / "out")
-    return here
 
 
 @pytest.fixture
@@ -102,7 +94,7 @@ def test_a_run_that_has_ended_ends_a_chain_of_jobs_without_an_error(finished):
     one_line(run_here("train.py", *preset, cwd=finished), "has all its 20 steps", "--minutes=5")
 
 
-def test_data_whose_shards_are_not_those_of_meta_json_are_refused(here, train_here):
+def test_data_whose_shards_are_not_those_of_meta_json_are_refused(here):
     meta = here / "data/mine/meta.json"
     meta.write_text(re.sub(r'"tokens": (\d)', r'"tokens": 1\1', meta.read_text()))
     one_line(run_here("train.py", *MINE, cwd=here), "data/mine has", "prepare the text again")
@@ -126,7 +118,7 @@ def test_processes_whose_weights_part_are_an_error(here, copy_with):
 # ---------------------------------------------------------------- the user's files
 
 
-def test_a_directory_that_holds_other_runs_or_files_is_refused(finished, train_here):
+def test_a_directory_that_holds_other_runs_or_files_is_refused(finished):
     before = contents(finished / "out")
     for more in ([], ["--overwrite"]):
         process = run_here("train.py", *MINE, "--out_dir=out", *more, cwd=finished)

@@ -16,7 +16,7 @@ from gptling.files import lock_directory, new_directory, replace
 from tests.conftest import ROOT, TEXT, TINY, contents, run_here
 
 
-def test_a_directory_is_on_the_disk_before_it_has_its_name(here, monkeypatch, train_here):
+def test_a_directory_is_on_the_disk_before_it_has_its_name(here, monkeypatch):
     """Otherwise it could exist and be empty after a power cut."""
     synced, renamed = set(), {}
     fsync, rename = os.fsync, os.rename
@@ -77,7 +77,7 @@ def test_a_rename_that_is_denied_once_is_tried_again(tmp_path, monkeypatch):
     assert contents(tmp_path / "drive") == {Path("a"): b"whole"}
 
 
-def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(here, monkeypatch, train_here):
+def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(here, monkeypatch):
     """Files are synced, or the run ends."""
     kinds, fsync = {stat.S_ISDIR}, os.fsync
 
@@ -105,9 +105,7 @@ def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(here, monke
         ("sample.py out/mine --prompt=12 --explain=page.html", 5000),
     ],
 )
-def test_a_full_disk_is_one_line_and_no_file_is_there_in_part(
-    trained, tmp_path, train_here, command, n_bytes
-):
+def test_a_full_disk_is_one_line_and_no_file_is_there_in_part(trained, tmp_path, command, n_bytes):
     """No file can grow beyond n_bytes, as on a full disk."""
     resource = pytest.importorskip("resource", reason="Windows: no way to make a disk small")
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)

@@ -348,7 +348,7 @@ def test_shared_blocks_are_stored_once(tmp_path):
 
 
 @pytest.fixture
-def run(trained, tmp_path, train_here, monkeypatch):
+def run(trained, tmp_path, monkeypatch):
     """A function that runs train.py or sample.py in this process, of the code with an edit. Returns
     its standard output, or with code=1 what it ends with."""
     shutil.copytree(trained / "data", tmp_path / "data")

@@ -157,9 +157,7 @@ def offline(monkeypatch):
 
 
 @pytest.mark.parametrize("row", MISTAKES, ids=lambda row: row[0])
-def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(
-    world, row, train_here, offline
-):
+def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, row, offline):
     place, _, command = row[0].removeprefix("in ").rpartition(": ")
     command = command.replace("NEW", "TINY --out_dir=new").replace("TINY", " ".join(TINY))
     script, *arguments = command.split()

@@ -55,13 +55,6 @@ def assert_equal_runs(a, b, step):
     assert progress[0] == progress[1] and states[0]["stateful"] == states[1]["stateful"]
 
 
-@pytest.fixture
-def finished(trained, here):
-    """The same with out/mine, of 20 steps with checkpoints at 10 and 20."""
-    shutil.copytree(trained / "out", here / "out")
-    return here
-
-
 def train(*arguments, cwd, changes=()):
     """Run train.py in this process, perhaps changed. It gives its lock back."""
     process = run_here("train.py", *arguments, cwd=cwd, changes=changes)

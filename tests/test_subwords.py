@@ -59,7 +59,7 @@ def test_a_large_text_is_refused(tokenizer, monkeypatch):
         vary_tokens(tokens_of(tokenizer), tokenizer, 0.1, seed=0)
 
 
-def test_a_run_with_other_tokens_resumes_bit_for_bit(tmp_path, train_here):
+def test_a_run_with_other_tokens_resumes_bit_for_bit(tmp_path):
     """Its validation text has the usual ones. Characters have no others."""
     (tmp_path / "mine.txt").write_text(TEXT[:6000])
     for kind in ("bpe", "char"):
