@@ -115,7 +115,7 @@ def prepare(config: PrepareConfig) -> Path:
         corpus = Corpus(config.sources, directory.parent, config.field, config.encoding)
         tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
         name = tokenizer.name if config.tokenizer == "auto" else config.tokenizer
-        tokenizer = tokenizers.save_tokenizer(tokenizer, directory)  # as training will have it
+        tokenizer = tokenizers.save_tokenizer(tokenizer, directory)  # read back as training does
         count = Counter()
         encoded = encode_on_all_cores(tokenizer, counted(corpus.texts(), count))
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
@@ -130,7 +130,7 @@ def prepare(config: PrepareConfig) -> Path:
             "characters": count["characters"],
             "train": {"tokens": n_tokens["train"], "bytes": count["train"]},
             "val": {"tokens": n_tokens["val"], "bytes": count["val"]},
-            "sha256": fingerprint,  # of the token ids
+            "sha256": fingerprint,  # the hash of all token ids
         }
         (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     how = ", chosen for this text (change with --tokenizer)" * (config.tokenizer == "auto")

@@ -55,7 +55,7 @@ class TrainConfig(GPTConfig):
     dropout: Planned[Share] = None  # share of activations set to 0 in training
     bpe_dropout: Planned[Share] = None  # share of BPE merges left out: words are split at random
     bias: cli.Fixed[bool] = False  # use biases in linear layers and LayerNorms, as GPT-2 does
-    vocab_size: cli.Once[cli.Hidden[int]] = 1  # the tokenizer's
+    vocab_size: cli.Once[cli.Hidden[int]] = 1  # the number of tokens in the tokenizer
     # round the vocabulary size up to a multiple. 128 suits GPUs
     vocab_multiple: cli.Fixed[PositiveInt] = 1
     # data
@@ -187,7 +187,7 @@ def main():
     model, forward, optimizers = set_up(config, data, start.checkpoint, processes)
     dtype = processes.pick_dtype(config)  # precision of matmuls
     autocast = processes.autocast(dtype)
-    validation = data, config.batch_size, processes, autocast  # what an evaluation needs
+    validation = data, config.batch_size, processes, autocast  # evaluate's arguments
     if config.eval_only:
         return evaluation.print_loss(start.checkpoint, model, *validation)
 

@@ -189,7 +189,7 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple[str,
         local.tokenizer = copy.copy(tokenizer)  # threads that share one wait for each other
 
     def is_changed(ids, text):
-        n_bytes = sizes[ids].sum()  # of special tokens none
+        n_bytes = sizes[ids].sum()  # a special token has no bytes
         return n_bytes != len(text.encode()) or tokenizer.decode(ids.tolist()) != text
 
     def encode_group(group):  # tiktoken releases the interpreter's lock

@@ -139,28 +139,31 @@ def training_data(config, saved: dict | None = None) -> Dataset:
     return data
 
 
+def count_sequences(length: int, T: int) -> int:
+    """The sequences of a shard in an epoch. T tokens are left over, so that the first one may begin
+    at any of T places. A shard of T + 1 to 2 T tokens has one sequence, a shorter one has none."""
+    return max(length // T - 1, int(length > T))
+
+
 @lru_cache(maxsize=2)
 def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> tuple:
-    """Draw the first sequence of each shard, and the order of an epoch. Return (order, ends,
-    firsts): the numbers of the sequences in their order, how many there are up to the end of each
-    shard, and where the first one of each begins.
+    """Draw the first sequence of each shard, and the order of an epoch. Return (order, firsts): the
+    numbers of the sequences in their order, and where the first one of each shard begins.
 
     Two shards of ten tokens and T = 3 have two sequences each, numbers 0 and 1, 2 and 3. With
     firsts [2, 1] these begin at 2 and 5, and at 1 and 4: sequences are T tokens apart. With
     bpe_dropout each shard is a copy of the text, and an epoch visits all copies."""
-    counts = []
+    n_sequences = 0
     firsts = []
     for shard, length in enumerate(lengths):
-        # T tokens are left over, so that the first sequence may begin at any of T places. A shard
-        # of T + 1 to 2 T tokens has one sequence, a shorter one has none.
-        n = max(length // T - 1, int(length > T))
-        counts.append(n)
+        n = count_sequences(length, T)
+        n_sequences += n
         n_firsts = min(T, length - n * T)
         rng = np.random.default_rng((seed, epoch, shard))
         firsts.append(rng.integers(n_firsts))
     rng = np.random.default_rng((seed, epoch))
-    order = rng.permutation(sum(counts))
-    return order.astype(np.uint32), np.cumsum(counts), firsts
+    order = rng.permutation(n_sequences)
+    return order.astype(np.uint32), firsts
 
 
 def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> torch.Tensor:
@@ -170,13 +173,13 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> 
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     lengths = tuple(map(len, shards))
-    first_order, *_ = draw_epoch(lengths, T, config.seed, 0)
-    n = len(first_order)  # the sequences of each epoch
+    ends = np.cumsum([count_sequences(length, T) for length in lengths])
+    n = int(ends[-1])  # the sequences of each epoch
     sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)
     for m, row in np.ndindex(micro_steps, B):
         micro_batches_before = (step * micro_steps + m) * world_size + rank  # since the run began
         epoch, i = divmod(offset + micro_batches_before * B + row, n)
-        order, ends, firsts = draw_epoch(lengths, T, config.seed, epoch)
+        order, firsts = draw_epoch(lengths, T, config.seed, epoch)
         number = int(order[i])
         shard = np.searchsorted(ends, number, side="right")
         before = ends[shard - 1] if shard > 0 else 0  # sequences of the shards before

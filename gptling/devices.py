@@ -55,7 +55,7 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()
-    with torch.autocast("cpu", enabled=False):  # which would cast them back
+    with torch.autocast("cpu", enabled=False):  # autocast would make bfloat16 of them again
         y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask, **options)
     return y.to(q.dtype)
 
@@ -120,7 +120,7 @@ def replace_operators() -> torch.library.Library:
 
     kernels = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they replace others
+        warnings.simplefilter("ignore")  # PyTorch warns of a replaced operator
         kernels.impl("bernoulli_.float", bernoulli_, "CPU")
         kernels.impl("cross_entropy_loss", cross_entropy_loss, "AutogradCPU", with_keyset=True)
     return kernels

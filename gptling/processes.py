@@ -148,9 +148,8 @@ class Processes:
         of a closed terminal. A second one ends a single process at once."""
         names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
         for number in signal.Signals:  # Windows has two of them
-            if (
-                number.name in names and signal.getsignal(number) != signal.SIG_IGN
-            ):  # nohup's SIGHUP
+            is_ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
+            if number.name in names and not is_ignored:
                 signal.signal(number, self._receive)
 
     def _receive(self, number, frame):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shlex
 import time
 import traceback
@@ -32,7 +31,7 @@ def draw_curves(out_dir: Path):
     for name, label in (("loss", "training"), ("val_loss", "validation")):
         points = [(entry["step"], entry[name]) for entry in entries if name in entry]
         axes.plot(*zip(*points, strict=True), label=label)
-    best, step = min((loss, step) for step, loss in points)  # of validation, the last ones
+    best, step = min((loss, step) for step, loss in points)  # the loop ends with validation
     axes.set(title=f"{out_dir.name}: best {best:.4f} at step {step:,}", xlabel="step")
     axes.set(ylabel="loss in nats per token", ylim=(None, 1.1 * points[0][1]))  # cut the start off
     axes.legend()
@@ -99,10 +98,14 @@ class Report:
         if not self.processes.is_main:
             return
         entry["seconds"] = round(self.progress.seconds, 3)
+        # JSON has no infinity and no NaN, which the norm of a float16 step may be.
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in entry.items()
+        }
         try:
             with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
-                # JSON has no infinity and no NaN, which the norm of a float16 step may be.
-                file.write(re.sub("-?Infinity|NaN", "null", json.dumps(entry)) + "\n")
+                file.write(json.dumps(finite) + "\n")
             if self.shows:
                 self.show(entry)
         except Exception as error:

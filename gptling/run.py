@@ -102,8 +102,7 @@ class RunDirectory:
         self.lock = lock_directory(self.path)
         if list_checkpoints(self.path):
             return
-        inside = [path for path in self.path.iterdir() if list_checkpoints(path)]
-        if inside:
+        if any(list_checkpoints(path) for path in self.path.iterdir()):
             raise UserError(f"{self.path} holds other runs: give --out_dir={self.path}/NAME")
         settings = self.path / "config.toml"
         is_ours = settings.is_file() and settings.read_text("utf-8").startswith(HEADER)
@@ -174,7 +173,7 @@ class RunDirectory:
             why_not_gpt2 = save_model(model, new, data.tokenizer_json)
             save_training_state(saved, new / "training_state.pt")
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
-            for name, text in state.sources.items():  # another model.py does not load it
+            for name, text in state.sources.items():  # the weights load into this model.py alone
                 (new / name).write_bytes(text)
         self.write_settings(state.configuration())  # max_iters may have changed
         checkpoints = list_checkpoints(self.path)

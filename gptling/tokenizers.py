@@ -35,7 +35,7 @@ BPE_PATTERN = (
 # visible, otherwise the next one from 256 on. " é" is b" \xc3\xa9", which it writes as "ĠÃ©".
 LETTERS = pre_tokenizers.ByteLevel.alphabet()
 HIDDEN = [byte for byte in range(256) if chr(byte) not in LETTERS]
-LETTER_TO_BYTE = dict(enumerate(HIDDEN, 256))  # for str.translate
+LETTER_TO_BYTE = dict(enumerate(HIDDEN, 256))  # a table of str.translate
 BYTE_TO_LETTER = {byte: letter for letter, byte in LETTER_TO_BYTE.items()}
 # What patterns, normalizers and merges treat differently: shows whether two tokenizers agree.
 PROBE = "".join(map(chr, range(0x250))) + (
@@ -93,7 +93,7 @@ def draw_sample(texts: Iterable[str]) -> tuple[list[str], int]:
     """Return pieces of all texts, and the texts' size in bytes. BPE_SAMPLE and BPE_WORDS limit the
     pieces: in Chinese, which has no spaces, almost every sentence is a different word."""
     rng = random.Random(0)
-    share = 1.0  # of the pieces that are drawn
+    share = 1.0  # the part of the pieces that is drawn
     sample = []
     length = n_bytes = 0
     for text in texts:
@@ -156,7 +156,7 @@ def published_tokenizer(name: str) -> tiktoken.Encoding:
     """One of tiktoken's own. Raises UserError."""
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:  # of the download
+    except OSError as error:  # the download failed
         remedy = "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has"
         raise UserError(f"--tokenizer={name}: {remedy} {error.request.url}") from None
     except ValueError as error:
