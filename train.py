@@ -37,6 +37,7 @@ from gptling.processes import Processes, whole
 from gptling.report import Report
 from gptling.settings import settle
 from gptling.state import State
+from gptling.teachers import load_teachers, with_teachers
 from model import GPT, GPTConfig
 from prepare import prepare_quickstart
 
@@ -60,6 +61,10 @@ class TrainConfig(GPTConfig):
     vocab_multiple: cli.Fixed[PositiveInt] = 1
     # data
     dataset: str = "quickstart"  # name of a directory under data/, made by prepare.py
+    # learn from the probabilities of these runs or checkpoints, too, separated by commas
+    teacher: str = ""
+    teacher_share: Planned[Share] = None  # the teachers' share of the objective, beside the text's
+    teacher_temperature: float = 1.0  # above 1, unlikely tokens of the teachers count more
     # run
     minutes: float = 1.0  # time budget: what you do not set is planned for it. Or give --max_iters
     max_iters: Planned[PositiveInt] = None  # number of training steps. It replaces --minutes
@@ -167,14 +172,16 @@ def print_jump(optimizers: list, progress, config: TrainConfig):
 
 
 def set_up(config: TrainConfig, data, checkpoint, processes: Processes) -> tuple:
-    """Return the model, what training calls in its place (over all processes, perhaps compiled),
-    and the optimizers. checkpoint: the model to start from, or None for a new one."""
+    """Return the model, what training calls in its place (over all processes, perhaps compiled,
+    with teachers), and the optimizers. checkpoint: the model to start from, None for a new one."""
     torch.manual_seed(config.seed)
     model = build_model(GPT, config, data, checkpoint)
     dtype = processes.pick_dtype(config)
     forward = processes.wrap(model, config, dtype)
     if processes.compiles(config):
         forward = torch.compile(forward)
+    teachers = load_teachers(GPT, config, data, processes)
+    forward = with_teachers(forward, model, teachers, config)
     return model, forward, configure_optimizers(model, config, dtype)
 
 

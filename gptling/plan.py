@@ -281,7 +281,7 @@ class Planner:
             worked.append(time.thread_time())
             bar.update()
         bar.close()
-        if hasattr(forward, "_orig_mod"):  # torch.compile's
+        if self.processes.compiles(candidate):
             self.compiling = times[1] - times[0]  # the run compiles once more
         seconds = times[-1] - times[1]
         share = (worked[-1] - worked[0]) / seconds  # low if other programs have the processor

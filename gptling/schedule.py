@@ -62,6 +62,8 @@ def fill_in(config, values: dict):
     set_missing(config, learning_rate=adamw_rate / tenth, muon_lr=muon_rate / tenth)
     set_missing(config, min_lr=config.learning_rate / 100)
     set_missing(config, warmup_iters=math.ceil(config.max_iters / 50))
+    n_teachers = len(config.teacher.split(",")) if config.teacher else 0
+    set_missing(config, teacher_share=n_teachers / (n_teachers + 1))  # the text counts like one
     set_missing(config, muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9)
 
 

@@ -25,6 +25,7 @@ from gptling.run import (
 )
 from gptling.schedule import fill_in
 from gptling.state import read_sources
+from gptling.teachers import find_teachers, fingerprints, teacher_paths
 
 # What a run of --max_iters gets for settings without a value. fill_in derives its rates from these.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
@@ -56,6 +57,8 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     description = sys.modules[config_class.__module__].__doc__
     config, given = cli.load_config(config_class, description, presets=True)
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
+    if config.teacher:
+        config.teacher = given["teacher"] = find_teachers(config)
     lengths = ("minutes", "max_iters")
     length_flag = next((name for name in given if name in lengths), "")  # the last of the two
     if length_flag == "minutes" and not config.minutes:
@@ -65,13 +68,16 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         config = resume_or_begin(config, given, length_flag, start)
     if config.init_from != "scratch" and not start.saved:
         start.checkpoint = find_checkpoint(config.init_from)
+    if config.teacher:
+        sources["teachers.json"] = fingerprints(config)
     processes.use_device(config.device)
     devices.choose_algorithms(config.deterministic)
 
-    stored = {}
+    others = teacher_paths(config)
     if start.checkpoint:
-        stored = stored_sizes(model_class, start.checkpoint)
-        adopt_sizes(config, given, stored, start.checkpoint)
+        others.append(start.checkpoint)
+        adopt_sizes(config, given, stored_sizes(model_class, start.checkpoint), start.checkpoint)
+    longest = min((stored_sizes(model_class, path)["block_size"] for path in others), default=None)
     missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
     if missing and processes.is_main:
         quickstart()
@@ -80,11 +86,11 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         change_length(config, length_flag, start.saved["progress"])
     elif config.eval_only or (config.max_iters and length_flag != "minutes"):  # steps
         config.minutes = 0.0
-        longest = stored.get("block_size", SMALL["block_size"])
-        fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
+        most = SMALL["block_size"]
+        fill_in(config, SMALL | {"block_size": min(most, longest or most)})
     else:  # a time
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
-        plan.complete(config, stored.get("block_size"), build, processes)
+        plan.complete(config, longest, build, processes)
     check_schedule(config)
     return config, start
 

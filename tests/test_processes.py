@@ -28,8 +28,15 @@ sys.path.insert(0, {root!r})
 import torch, train
 from gptling.dataset import Dataset
 
+def in_float64(*arguments, load=train.load_teachers):
+    torch.set_default_dtype(torch.float32)  # that of checkpoints
+    teachers = [teacher.double() for teacher in load(*arguments)]
+    torch.set_default_dtype(torch.float64)
+    return teachers
+
 if "FLOAT64" in os.environ:
     torch.set_default_dtype(torch.float64)
+    train.load_teachers = in_float64
 
 class Changed(train.GPT):
     def __init__(self, config):
@@ -108,7 +115,7 @@ def finish(process, code=0):
 
 
 def losses(run):
-    log, names = read_log(run), ("loss", "val_loss", "from_one_token")
+    log, names = read_log(run), ("loss", "val_loss", "from_one_token", "teacher")
     return [[e[name] for e in log if name in e] for name in names]
 
 
@@ -135,11 +142,13 @@ def test_a_second_signal_ends_a_single_process_at_once(number):
         assert (signal.getsignal(number) == signal.SIG_DFL) == (world_size == 1)
 
 
-def test_two_processes_give_the_weights_of_one_also_in_shards(here):
+def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here):
     """The same micro-batches with the same dropout; the losses of the log are those of all, also if
-    they have other numbers of targets."""
+    they have other numbers of targets, and with a teacher."""
     flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=4", "--dropout=0.3"]
     flags += ["--max_iters=3", "--optimizer=muon"]
+    shutil.copytree(trained / "out/mine", here / "teacher")
+    flags += ["--teacher=teacher"]
     options, processes = {"FLOAT64": "1", "MASKED": "1"}, []
     (here / "output").touch()
 

@@ -1,0 +1,87 @@
+"""Teachers: trained models whose probabilities a new model learns, besides its text (Hinton et al.
+2015, https://arxiv.org/abs/1503.02531). On a short text this helps when more steps do not."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as recompute
+
+from gptling import devices
+from gptling.files import UserError
+from gptling.pretrained import find_checkpoint, load_model
+
+ROWS_AT_ONCE = 512  # tokens whose probabilities are in memory together
+
+
+def teacher_paths(config) -> list[Path]:
+    """Return what --teacher names: runs or checkpoints."""
+    return [Path(path) for path in config.teacher.split(",") if path]
+
+
+def find_teachers(config) -> str:
+    """Return the checkpoints that --teacher names, separated by commas. Raises UserError."""
+    checkpoints = [find_checkpoint(path) for path in teacher_paths(config)]
+    for checkpoint in checkpoints:
+        if Path(config.out_dir).resolve() in checkpoint.resolve().parents:
+            raise UserError(f"--teacher={config.teacher}: give the new run another --out_dir")
+    return ",".join(checkpoint.as_posix() for checkpoint in checkpoints)
+
+
+def fingerprints(config) -> bytes:
+    """Return {checkpoint: sha256 of its weights} of the teachers as JSON."""
+    hashes = {}
+    for path in teacher_paths(config):
+        with (path / "model.safetensors").open("rb") as weights:
+            hashes[path.as_posix()] = hashlib.file_digest(weights, "sha256").hexdigest()
+    return json.dumps(hashes, indent=2).encode()
+
+
+def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.Module]:
+    """Return the models that --teacher names. Raises UserError for one that cannot teach."""
+    teachers = []
+    for path in teacher_paths(config):
+        teacher = load_model(model_class, path, config.allow_changed_model)
+        data.check_tokenizer(path, teacher.config.vocab_size)
+        if teacher.config.block_size < config.block_size:
+            longest = f"{path} has at most {teacher.config.block_size} tokens"
+            raise UserError(f"--block_size={config.block_size}: the teacher {longest}")
+        if processes.device == "cpu":
+            devices.use_cpu_kernels(teacher)
+        teachers.append(teacher.to(processes.device).eval().requires_grad_(False))
+    return teachers
+
+
+def with_teachers(forward: Callable, model: torch.nn.Module, teachers: list, config) -> Callable:
+    """Return what training calls in place of `forward`: it adds the term "teacher" to the loss, so
+    that their sum is (1 - share) * loss + share * the cross-entropy with the teachers' mean
+    probabilities. Without teachers that is `forward` itself."""
+
+    def forward_with_teachers(idx, targets):
+        logits, loss, *added = forward(idx, targets)
+        with torch.no_grad():
+            hidden = [teacher.hidden(idx).flatten(0, 1) for teacher in teachers]  # (N, C) each
+        losses = []
+        for i, rows in enumerate(logits.flatten(0, 1).split(ROWS_AT_ONCE)):
+            same_rows = [x.split(ROWS_AT_ONCE)[i] for x in hidden]
+            losses.append(recompute(soft_losses, rows, same_rows, use_reentrant=False))
+        counts = (targets != -100).flatten()
+        mean = (torch.cat(losses) * counts).sum() / counts.sum().clamp(min=1)
+        return logits, loss, dict(*added) | {"teacher": config.teacher_share * (mean - loss)}
+
+    def soft_losses(logits, hidden):
+        """Return the cross-entropy of each row of logits (N, V) with the teachers' mean
+        probabilities. It is computed again in the backward pass instead of kept."""
+        T = config.teacher_temperature
+        with torch.no_grad():
+            probs = 0.0
+            for teacher, x in zip(teachers, hidden, strict=True):
+                own = (teacher.logits(x).float() / T).softmax(-1)
+                probs = probs + F.pad(own, (0, logits.size(-1) - own.size(-1))) / len(teachers)
+        # Gradients at a temperature T are smaller by 1 / T^2.
+        return T**2 * model.losses(logits / T, probs)
+
+    return forward_with_teachers if teachers else forward
