@@ -258,8 +258,8 @@ def test_a_step_is_all_its_micro_batches_and_an_update(
     model = Model(1, 1)
     optimizers = [Optimizer(model.parameters())]
     planner.set_up, planner.config.minutes = build, minutes
-    sizes = {"n_embd": 48, "batch_size": 5, "block_size": 8}
-    candidate = dataclasses.replace(planner.config, **sizes)
+    settings = {"n_embd": 48, "batch_size": 5, "block_size": 8, "compile": compiles}
+    candidate = dataclasses.replace(planner.config, **settings)
     assert planner.time_step(candidate) == pytest.approx(seconds)
     assert len(steps) == n_steps and shapes == {(5, 8)}
     assert planner.compiling == pytest.approx(compiling)
