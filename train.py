@@ -57,6 +57,7 @@ class TrainConfig(GPTConfig):
     bpe_dropout: Planned[Share] = None  # share of BPE merges left out: words are split at random
     bias: cli.Fixed[bool] = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: cli.Once[cli.Hidden[int]] = 1  # the number of tokens in the tokenizer
+    models_before: cli.Once[cli.Hidden[int]] = 0  # models that this run has trained before
     # round the vocabulary size up to a multiple. 128 suits GPUs
     vocab_multiple: cli.Fixed[PositiveInt] = 1
     # data
@@ -122,6 +123,11 @@ class TrainConfig(GPTConfig):
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
 
+    @property
+    def model_seed(self) -> int:
+        """The seed of this model. A long run trains several, which differ by it."""
+        return self.seed + self.models_before
+
 
 def learning_rate(step: int, max_iters: int, config: TrainConfig) -> float:
     """AdamW's learning rate in step `step` of max_iters, counted from 0: a linear rise, then a
@@ -174,7 +180,7 @@ def print_jump(optimizers: list, progress, config: TrainConfig):
 def set_up(config: TrainConfig, data, checkpoint, processes: Processes) -> tuple:
     """Return the model, what training calls in its place (over all processes, perhaps compiled,
     with teachers), and the optimizers. checkpoint: the model to start from, None for a new one."""
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.model_seed)
     model = build_model(GPT, config, data, checkpoint)
     dtype = processes.pick_dtype(config)
     forward = processes.wrap(model, config, dtype)
@@ -185,10 +191,9 @@ def set_up(config: TrainConfig, data, checkpoint, processes: Processes) -> tuple
     return model, forward, configure_optimizers(model, config, dtype)
 
 
-def main():
-    # ------------------------------------------------------------ settings, data, model
-    processes = Processes()
-    config, start = settle(TrainConfig, GPT, set_up, prepare_quickstart, processes)
+def train(config: TrainConfig, start, processes: Processes) -> int:
+    """Train a model. Return the exit code."""
+    # ------------------------------------------------------------ data, model
     device, rank, world_size = processes.device, processes.rank, processes.world_size
     data = training_data(config, start.saved)
     model, forward, optimizers = set_up(config, data, start.checkpoint, processes)
@@ -196,7 +201,8 @@ def main():
     autocast = processes.autocast(dtype)
     validation = data, config.batch_size, processes, autocast  # evaluate's arguments
     if config.eval_only:
-        return evaluation.print_loss(start.checkpoint, model, *validation)
+        evaluation.print_loss(start.checkpoint, model, *validation)
+        return 0
 
     # ------------------------------------------------------------ state
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
@@ -232,7 +238,7 @@ def main():
         losses = {}  # the step's mean of the loss, and of each term that a changed model adds
         for micro_step, (x, y) in enumerate(batch):
             # Dropout depends on the micro-batch, not on the process that computes it.
-            torch.manual_seed(hash((config.seed, step, micro_step * world_size + rank)))
+            torch.manual_seed(hash((config.model_seed, step, micro_step * world_size + rank)))
             # Gradients travel between processes once a step, with the last micro-batch.
             processes.sync_gradients(micro_step == len(batch) - 1)
             with autocast:
@@ -285,6 +291,16 @@ def main():
     report.close(stopped=progress.step < progress.max_iters)
     processes.barrier()  # torchrun ends all soon after the first, even the one that still writes
     return 128 + stopped if progress.step < progress.max_iters else 0
+
+
+def main() -> int:
+    """Train a model with the settings that settle returns, or, in a long time, several."""
+    processes = Processes()
+    for config, start in settle(TrainConfig, GPT, set_up, prepare_quickstart, processes):
+        code = train(config, start, processes)
+        if code:
+            return code
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,25 @@
-"""The time of a run: how many steps fit into it, and what more time would bring."""
+"""The time of a run: how many steps and models fit into it, and what more time would bring."""
 
 import bisect
+import copy
 import statistics
 
 from gptling.schedule import (
     GOOD_EPOCHS,
     SAVING,
+    TAUGHT,
     evaluates_after,
     evaluation_time,
     evaluations,
+    fill_in,
     most_steps,
     saving_time,
     tokens_per_step,
 )
+
+MOST_TEACHERS = 3  # a last model learns from so many: docs/minutes.md
+TEACHING = 1 / 3  # a teacher's share of a step: it has no backward pass
+LEAST_TAUGHT = 0.75  # share of the first model's steps with which a taught one is better
 
 
 class Clock:
@@ -26,7 +33,7 @@ class Clock:
         self.val_targets = data.val_targets  # tokens of an evaluation
         self.all_targets = len(data.val) - 1  # tokens of an evaluation of the whole split
         self.n_parameters = sum(p.numel() for p in model.parameters())
-        self.most = most_steps(config, data.n_tokens)
+        progress.most = most_steps(config, data.n_tokens)
         self.first_step = progress.step
         self.last_look = 0.0  # seconds
         self.newest = []  # the seconds of each of the newest steps
@@ -104,9 +111,41 @@ class Clock:
             return max_iters
         if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds):
             return max_iters
-        possible = range(step + 1, max(self.most, max_iters) + 1)
+        possible = range(step + 1, max(self.progress.most, max_iters) + 1)
         fit = bisect.bisect(possible, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
         return step + max(1, fit)
+
+
+def next_model(config, progress, processes):
+    """Return the configuration of the model that a run trains after this one, which has ended, or
+    None. Once a model would overfit, time is better spent on another one: first on models that
+    differ by their seeds, then on a last one that learns from all of them, for TAUGHT times as
+    many steps. With three times a model's time left: one more, and then the last."""
+    is_last = config.teacher or config.init_from != "scratch"
+    if is_last or not config.minutes or progress.step < progress.most:
+        return None
+    n = config.models_before + 1
+    times = progress.seconds - progress.began, 60 * config.minutes - progress.seconds
+    # The first process's clock decides.
+    one, left = (processes.all_reduce_max(processes.is_main * round(time)) for time in times)
+    following = copy.copy(config)
+    following.models_before = n
+    following.max_iters = progress.max_iters
+    if n < MOST_TEACHERS and left >= one + one * (1 + TEACHING * (n + 1)):
+        return following
+    share = left / max(1, one * (1 + TEACHING * n))  # of the steps of a model without teachers
+    if share < LEAST_TAUGHT:
+        return None
+    following.max_iters = round(min(TAUGHT, share) * progress.max_iters)
+    following.teacher = own_teachers(following)
+    following.teacher_share = None
+    fill_in(following, {})
+    return following
+
+
+def own_teachers(config) -> str:
+    """Return the names of the models that a run has trained before this one: out/x/teacher-1,..."""
+    return ",".join(f"{config.out_dir}/teacher-{i + 1}" for i in range(config.models_before))
 
 
 def advice(config, data, step: int, overfitted_since: int | None) -> str:

@@ -135,7 +135,7 @@ def training_data(config, saved: dict | None = None) -> Dataset:
         now = config.batch_size * config.gradient_accumulation_steps
         step = saved["progress"]["step"]
         data.offset = saved.get("offset", 0) + step * (before - now)
-    data.vary_tokens(config.bpe_dropout, config.seed)
+    data.vary_tokens(config.bpe_dropout, config.model_seed)
     return data
 
 
@@ -179,7 +179,7 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> 
     for m, row in np.ndindex(micro_steps, B):
         micro_batches_before = (step * micro_steps + m) * world_size + rank  # since the run began
         epoch, i = divmod(offset + micro_batches_before * B + row, n)
-        order, firsts = draw_epoch(lengths, T, config.seed, epoch)
+        order, firsts = draw_epoch(lengths, T, config.model_seed, epoch)
         number = int(order[i])
         shard = np.searchsorted(ends, number, side="right")
         before = ends[shard - 1] if shard > 0 else 0  # sequences of the shards before

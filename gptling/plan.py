@@ -70,6 +70,7 @@ class Planner:
         self.can_vary = has_merges(data.tokenizer) and is_short and is_new
         self.compiling = 0.0  # seconds that the run will need for it once more
         self.busy = False  # whether other programs compute now
+        self.expected = 0.0  # seconds of the planned steps
 
     def plan(self):
         """Set the fields that are None to what makes the best of the time. Raises MemoryError."""
@@ -92,6 +93,7 @@ class Planner:
                 step = its_step
         fill_in(self.config, vars(planned) | self.schedule(planned, step))
         set_missing(self.config, **self.decays())
+        self.expected = step * self.config.max_iters
 
     def choose_model(self) -> tuple:
         """Return the configuration of the largest model that sees enough tokens, and a step's
@@ -295,6 +297,7 @@ def complete(config, longest: int | None, set_up, processes):
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # neither matters here
     planner = Planner(config, data, longest, set_up, processes)
     before = dict(vars(config))
+    is_new = config.init_from == "scratch"
     planner.plan()
     plan = []
     for name, value in vars(config).items():
@@ -304,5 +307,8 @@ def complete(config, longest: int | None, set_up, processes):
             plan.append(f"{name}={value:{form}}")
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
+    if is_new and not config.teacher and 2 * planner.expected < planner.seconds_left():
+        needs = f"one model needs {planner.expected / 60:.2g} min"
+        print(f"    {needs}, so more are trained, and the last one learns from the others")
     if planner.busy:
         print("The machine is busy with other programs: this plan is small.")

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from gptling import gpt2_format
 from gptling.files import UserError
-from gptling.run import best_checkpoint, check_files, list_checkpoints, read_metrics
+from gptling.run import best_checkpoint, check_files, list_models, list_teachers, read_metrics
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 
@@ -17,14 +17,15 @@ def find_checkpoint(path: str | Path = "") -> Path:
     """Return the checkpoint that `path` names: a checkpoint, a GPT-2 of the hub, or a run's best
     one. If the run was stopped, it is the last one. Without a path it is the newest run's. Raises
     UserError."""
-    runs = sorted(filter(list_checkpoints, Path("out").glob("*")), key=os.path.getmtime)
+    runs = sorted(filter(list_models, Path("out").glob("*")), key=os.path.getmtime)
     if not (path or runs):
         raise UserError("no run under out/: python train.py makes one, or name a checkpoint")
     path = Path(path or runs[-1]).expanduser()
-    checkpoints = list_checkpoints(path)
-    if checkpoints:
-        stopped = "val_loss" not in read_metrics(checkpoints[-1])  # saved between evaluations
-        return check_files(checkpoints[-1] if stopped else best_checkpoint(path))
+    models = list_models(path)
+    if models:
+        stopped = "val_loss" not in read_metrics(models[-1])  # saved between evaluations
+        is_first = not list_teachers(path)
+        return check_files(models[-1] if stopped and is_first else best_checkpoint(path))
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):

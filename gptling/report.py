@@ -13,7 +13,7 @@ import torch
 
 from gptling import startup
 from gptling.cli import progress_bar
-from gptling.clock import advice
+from gptling.clock import advice, next_model
 from gptling.devices import flops_utilisation
 from gptling.evaluation import comparable, eval_mode
 from gptling.run import best_checkpoint, list_checkpoints, read_metrics
@@ -76,11 +76,12 @@ class Report:
         validated = f"{data.val_targets:,} of {self.all_targets:,}"
         if self.model.uninitialised:
             print(f"not drawn by init_weights: {', '.join(self.model.uninitialised)}")
-        print(f"data:  {data.n_tokens:,} tokens to train on, {validated} to validate on")
-        print(f"model: {self.n_parameters:,} parameters, {shape}, context {config.block_size}")
+        if config.models_before == 0 or self.step:
+            print(f"data:  {data.n_tokens:,} tokens to train on, {validated} to validate on")
+            print(f"model: {self.n_parameters:,} parameters, {shape}, context {config.block_size}")
         print(f"run:   {max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
         print(f"       saved in {config.out_dir}, {machine}")
-        if config.init_from == "scratch" and not self.step:
+        if config.init_from == "scratch" and not (self.step or config.models_before):
             n_vocab = data.tokenizer.n_vocab
             print(f"       a blind guess: {math.log(n_vocab):.3f} nats per token, ln {n_vocab:,}")
         print()
@@ -97,6 +98,7 @@ class Report:
         whatever way, does not end the run."""
         if not self.processes.is_main:
             return
+        entry["step"] += self.progress.steps_before
         entry["seconds"] = round(self.progress.seconds, 3)
         # JSON has no infinity and no NaN, which the norm of a float16 step may be.
         finite = {
@@ -226,6 +228,7 @@ class Report:
             print(f"\nStopped at step {self.progress.step}, and saved.")
             print(f"Next: python train.py --out_dir={out_dir} --resume")
             return
+        follows = next_model(self.config, self.progress, self.processes)  # all processes call it
         if not self.processes.is_main:
             return
         best = best_checkpoint(self.config.out_dir)
@@ -235,8 +238,10 @@ class Report:
         if tokens < self.all_targets:
             loss += f" over {tokens:,} of {self.all_targets:,} tokens"
         print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
+        if follows:
+            return
         newest = comparable(read_metrics(list_checkpoints(self.config.out_dir)[-1]))[0]
-        has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf
+        has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf and "checkpoint" in best.name
         overfitted_since = metrics["step"] if has_risen else None
         print(advice(self.config, self.data, self.progress.step, overfitted_since))
         if self.gpu:

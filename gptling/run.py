@@ -31,17 +31,32 @@ def list_checkpoints(run: str | Path) -> list[Path]:
     return [checkpoints[step] for step in sorted(checkpoints)]
 
 
+def list_teachers(run: str | Path) -> list[Path]:
+    """Return the models that a run of several has trained, first to last: see teachers.py."""
+    return sorted(file.parent for file in Path(run).glob("teacher-*/metrics.json"))
+
+
+def list_models(run: str | Path) -> list[Path]:
+    """Return all models in the directory of a run, oldest first, or [] for any other path."""
+    return list_teachers(run) + list_checkpoints(run)
+
+
 def read_metrics(checkpoint: Path) -> dict[str, Any]:
     """Return the last evaluation of a checkpoint, and its step. Raises UserError."""
     return read_json(checkpoint / "metrics.json", f"delete {checkpoint}")
 
 
-def best_checkpoint(run: str | Path) -> Path | None:
-    """Return the checkpoint of a run with the lowest validation loss, the newest of equal ones.
-    Losses over other tokens than the newest evaluation's do not count."""
-    losses = {path: comparable(read_metrics(path)) for path in list_checkpoints(run)[::-1]}
+def best_of(checkpoints: list[Path]) -> Path | None:
+    """Return the checkpoint with the lowest validation loss, the newest of equal ones. Losses over
+    other tokens than the newest evaluation's do not count. checkpoints: oldest first."""
+    losses = {path: comparable(read_metrics(path)) for path in checkpoints[::-1]}
     newest = next((tokens for loss, tokens in losses.values() if loss < math.inf), None)
     return min(losses, key=lambda path: (losses[path][1] != newest, losses[path][0]), default=None)
+
+
+def best_checkpoint(run: str | Path) -> Path | None:
+    """Return the best of a run's models, as best_of does."""
+    return best_of(list_models(run))
 
 
 def check_files(checkpoint: Path) -> Path:
@@ -52,6 +67,14 @@ def check_files(checkpoint: Path) -> Path:
     if not (checkpoint / "model.safetensors").is_file():
         raise UserError(f"{checkpoint} has no model.safetensors: delete {checkpoint}")
     return checkpoint
+
+
+def delete_checkpoint(checkpoint: Path):
+    """Delete a checkpoint. If that fails, print it."""
+    try:  # hidden first, so that a crash leaves no half of a checkpoint
+        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleting")))
+    except OSError as error:
+        print(f"an old checkpoint could not be deleted: {error}")
 
 
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
@@ -117,14 +140,16 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or lock_directory(self.path)
-        if state.progress.step == 0 and list_checkpoints(self.path):
+        progress = state.progress
+        if progress.step == progress.steps_before == 0 and list_models(self.path):
             if not state.config.overwrite:  # since the plan was made, another training has ended
                 raise UserError(f"{self.path} holds a run by now: give another --out_dir")
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path)
-        self.truncate_log(state.progress.step)
-        self.write_settings(state.configuration())
+        self.truncate_log(progress.steps_before + progress.step)
+        if progress.step or not progress.steps_before:  # otherwise with its first checkpoint
+            self.write_settings(state.configuration())
 
     def move_old_run(self):
         """Move the run that is here to NAME.old, or NAME.old2 if there is one, and so on. Lock the
@@ -136,6 +161,18 @@ class RunDirectory:
         self.path.mkdir()
         self.lock = lock_directory(self.path)
         print(f"the run that was in {self.path} is now in {old}")
+
+    def keep_teacher(self):
+        """Keep the best checkpoint of the model that has ended as teacher-N, and no other. If this
+        is interrupted, the run resumes from it."""
+        checkpoints = list_checkpoints(self.path)
+        if self.processes.is_main and checkpoints:
+            best = best_of(checkpoints)
+            for path in checkpoints:
+                if path != best:
+                    delete_checkpoint(path)
+            best.rename(self.path / f"teacher-{len(list_teachers(self.path)) + 1}")
+        self.processes.barrier()
 
     def truncate_log(self, step: int):
         """Keep the lines of log.jsonl up to a step. A killed session has left the others, and a
@@ -180,7 +217,4 @@ class RunDirectory:
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"checkpoints are for this model.py alone (model_type gptling): {why_not_gpt2}")
         for path in set(checkpoints[: -state.config.keep_last]) - {best_checkpoint(self.path)}:
-            try:  # hidden first, so that a crash leaves no half of a checkpoint
-                shutil.rmtree(path.rename(path.with_name(f".{path.name}.deleting")))
-            except OSError as error:
-                print(f"an old checkpoint could not be deleted: {error}")
+            delete_checkpoint(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gptling import cli, devices, plan
+from gptling.clock import next_model, own_teachers
 from gptling.files import UserError, read_json
 from gptling.gpt2_format import stored_config
 from gptling.pretrained import find_checkpoint
@@ -20,11 +21,13 @@ from gptling.run import (
     RunDirectory,
     check_files,
     list_checkpoints,
+    list_models,
+    list_teachers,
     load_training_state,
     read_settings,
 )
 from gptling.schedule import fill_in
-from gptling.state import read_sources
+from gptling.state import Progress, read_sources
 from gptling.teachers import find_teachers, fingerprints, teacher_paths
 
 # What a run of --max_iters gets for settings without a value. fill_in derives its rates from these.
@@ -41,18 +44,30 @@ class Start:
     sources: dict[str, bytes]  # the code, as it was when the command started
     checkpoint: Path | None = None  # the weights: a resumed run's, init_from's, or None
     saved: dict[str, Any] = field(default_factory=dict)  # a resumed run's state, otherwise {}
+    progress: Progress | None = None  # a resumed run's, the model's before, then this model's own
 
     def begin(self, state):
         """Load the state of a resumed run, and make the directory ready. Raises UserError."""
+        if state.config.teacher:
+            self.sources["teachers.json"] = fingerprints(state.config)
         if self.saved:
             state.load_state_dict(self.saved)
+        elif self.progress:
+            state.progress.follow(self.progress)
         self.run.start(state)
+        self.progress = state.progress
+
+    def follow(self):
+        """Prepare the start of the model after the one that has ended."""
+        self.run.keep_teacher()
+        self.saved = {}
+        self.checkpoint = None
 
 
 def settle(config_class: type, model_class: type, set_up: Callable, quickstart, processes):
-    """Return (configuration, start) once each setting has its value, which no one changes from then
-    on. set_up: train.py's, to measure steps for a plan; quickstart: writes data/quickstart. Raises
-    UserError."""
+    """Yield (configuration, start) once each setting has its value, which no one changes from then
+    on. When that model has ended, there may be another pair: see next_model. set_up: train.py's, to
+    measure steps for a plan; quickstart: writes data/quickstart. Raises UserError."""
     sources = read_sources(config_class, model_class)
     description = sys.modules[config_class.__module__].__doc__
     config, given = cli.load_config(config_class, description, presets=True)
@@ -68,8 +83,6 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         config = resume_or_begin(config, given, length_flag, start)
     if config.init_from != "scratch" and not start.saved:
         start.checkpoint = find_checkpoint(config.init_from)
-    if config.teacher:
-        sources["teachers.json"] = fingerprints(config)
     processes.use_device(config.device)
     devices.choose_algorithms(config.deterministic)
 
@@ -83,7 +96,7 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         quickstart()
     processes.barrier()
     if start.saved:  # a resumed run has its settings
-        change_length(config, length_flag, start.saved["progress"])
+        change_length(config, length_flag, start.progress, processes)
     elif config.eval_only or (config.max_iters and length_flag != "minutes"):  # steps
         config.minutes = 0.0
         most = SMALL["block_size"]
@@ -92,7 +105,20 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
         plan.complete(config, longest, build, processes)
     check_schedule(config)
-    return config, start
+    yield from models(config, start, processes)
+
+
+def models(config, start: Start, processes):
+    """Yield (configuration, start) of a model, unless a resumed run has trained it, and of the
+    models that follow it in the same run."""
+    has_ended = start.saved and start.progress.step >= config.max_iters
+    if not (has_ended and next_model(config, start.progress, processes)):
+        yield config, start
+    while not config.eval_only and (config := next_model(config, start.progress, processes)):
+        start.follow()
+        kind = "learns from those before it" if config.teacher else "has another seed"
+        print(f"\nModel {config.models_before + 1} of this run {kind}.")
+        yield config, start
 
 
 def resume_or_begin(config, given: dict, length_flag: str, start: Start):
@@ -101,7 +127,7 @@ def resume_or_begin(config, given: dict, length_flag: str, start: Start):
     --auto_resume, as in a chain of jobs, a run that has ended ends with exit code 0."""
     run = start.run
     run.acquire()
-    checkpoints = list_checkpoints(run.path)
+    checkpoints = list_models(run.path)
     if config.resume and not checkpoints:
         ways = "begin without --resume, or give another --out_dir"
         raise UserError(f"{run.path} has no checkpoint to resume: {ways}")
@@ -124,7 +150,14 @@ def resume_or_begin(config, given: dict, length_flag: str, start: Start):
         print(f"{run.path}/config.toml was edited ({names}), which has no effect: give flags")
     is_longer = config.resume and length_flag == "minutes"
     config = resumed_config(config, saved, given)
-    if step >= config.max_iters and not is_longer:
+    start.progress = Progress(config.max_iters)
+    start.progress.load(start.saved["progress"])
+    # Without a checkpoint the last teacher has ended, and the model after it has not begun.
+    config.models_before = len(list_teachers(run.path)) - (not list_checkpoints(run.path))
+    if config.teacher and config.models_before:
+        config.teacher = own_teachers(config)
+    has_ended = step >= config.max_iters and not is_longer
+    if has_ended and not next_model(config, start.progress, run.processes):
         if config.auto_resume:
             print(f"{run.path} has all its {config.max_iters} steps")
             sys.exit()
@@ -177,17 +210,22 @@ def adopt_sizes(config, given: dict, stored: dict, checkpoint: Path):
             raise UserError(f"--{name}={value}: {checkpoint} has {stored[name]}")
 
 
-def change_length(config, flag: str, progress: dict):
+def change_length(config, flag: str, progress: Progress, processes):
     """Give a resumed run the new length that a flag asks for: --max_iters, a new total of steps, or
-    --minutes, so many more at the mean speed so far."""
+    --minutes, so many more at the mean speed so far. If the model would overfit with more steps,
+    and the minutes are enough for another one, its steps stay."""
     fill_in(config, SMALL)  # fields that the run's code did not have
     if flag == "max_iters":
         config.minutes = 0.0
     elif flag == "minutes" and config.resume:
-        steps = max(1, round(60 * config.minutes * progress["step"] / progress["seconds"]))
-        print(f"plan for {config.minutes:g} more min: about {steps:,} more steps")
-        config.minutes += progress["seconds"] / 60
-        config.max_iters = progress["step"] + steps
+        more = config.minutes
+        seconds = progress.seconds_before  # of all sessions before
+        config.minutes += seconds / 60
+        if next_model(config, progress, processes):
+            return
+        steps = max(1, round(60 * more * progress.step / (seconds - progress.began)))
+        print(f"plan for {more:g} more min: about {steps:,} more steps")
+        config.max_iters = progress.step + steps
 
 
 def check_schedule(config):

@@ -28,11 +28,29 @@ class Progress:
     best: float = math.inf  # the lowest validation loss over the same best_tokens
     best_tokens: int | None = None
     seconds_before: float = 0.0  # seconds of earlier sessions
+    # A run of several models (see teachers.py): the steps of those before this one, and the
+    # seconds after which this one began.
+    steps_before: int = 0
+    began: float = 0.0
+    most: float = math.inf  # steps after which this one would overfit
 
     @property
     def seconds(self) -> float:
         """The seconds of all sessions, up to now."""
         return self.seconds_before + startup.seconds()
+
+    def load(self, saved: dict[str, Any]):
+        """Continue from what a State has saved."""
+        done = dict(saved)
+        vars(self).update(seconds_before=done.pop("seconds"), **done)
+
+    def follow(self, before: "Progress"):
+        """Begin after the model before, in the same run."""
+        self.best = before.best
+        self.best_tokens = before.best_tokens
+        self.seconds_before = before.seconds_before
+        self.steps_before = before.steps_before + before.step
+        self.began = before.seconds
 
     def update_best(self, metrics: dict):
         """Note the loss of an evaluation, if there is one. One over other tokens begins a new
@@ -78,7 +96,7 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and whole tensors on the CPU, for the first process. All call it."""
-        names = ("step", "best", "best_tokens", "seconds")
+        names = ("step", "best", "best_tokens", "seconds", "steps_before", "began", "most")
         progress = {name: getattr(self.progress, name) for name in names}
         things = {name: thing.state_dict() for name, thing in self.things.items()}
         return {
@@ -96,8 +114,7 @@ class State:
         code = self.code()
         if changed := [name for name in code if code[name] != saved["code"].get(name)]:
             print(f"changed since that checkpoint: {', '.join(changed)}")
-        done = dict(saved["progress"])
-        vars(self.progress).update(seconds_before=done.pop("seconds"), **done)
+        self.progress.load(saved["progress"])
         before = saved["code"]["optimizers"], saved["optimizers"], saved["settings"]
         for optimizer, name, state, groups in zip(self.optimizers, *before, strict=False):
             if name == type(optimizer).__name__:

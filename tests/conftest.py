@@ -96,7 +96,7 @@ def small(**settings):
     from gptling.settings import SMALL
     from train import TrainConfig
 
-    config = TrainConfig(**settings)
+    config = TrainConfig(**{"minutes": 0.0} | settings)
     fill_in(config, SMALL)
     return config
 

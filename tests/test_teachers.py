@@ -1,14 +1,32 @@
 """--teacher: the objective, its place in a run, and that a run of several models loses nothing."""
 
+import re
 import shutil
 from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from gptling import startup
+from gptling.clock import next_model
+from gptling.pretrained import find_checkpoint
+from gptling.run import list_models, read_metrics
+from gptling.state import Progress
 from gptling.teachers import ROWS_AT_ONCE, with_teachers
 from model import GPT, GPTConfig
-from tests.conftest import TINY, one_line, read_log, run_here, small, weights
+from tests.conftest import (
+    TINY,
+    one_line,
+    one_process,
+    output_of,
+    read_log,
+    run_here,
+    run_script,
+    small,
+    weights,
+)
+from tests.edits import copy_edited
 from tests.test_resume import after_step, assert_equal_runs
 
 FLAGS = [*TINY, "--dataset=mine", "--dropout=0.2", "--seed=5"]
@@ -90,3 +108,75 @@ def test_a_teacher_may_have_another_size_and_the_plan_keeps_to_its_context(finis
     assert b"teacher_share=0.667" in process.stdout
     process = train(*minutes[1:], *TINY, "--block_size=32", "--out_dir=out/d", cwd=finished)
     one_line(process, "--block_size=32", "at most 16 tokens")
+
+
+# ---------------------------------------------------------------- a run of several models
+
+
+@pytest.mark.parametrize(
+    "minutes, seconds, before, expected",
+    [
+        (19, 600, 0, None),  # a model in ten minutes, and too little time for another one
+        (20, 600, 0, "taught by 1"),
+        (36, 600, 0, "taught by 1"),
+        (37, 600, 0, "another"),
+        (37, 1200, 1, "taught by 2"),
+        (50, 1200, 1, "another"),
+        (999, 1800, 2, "taught by 3"),
+        (0, 600, 0, None),  # a run of --max_iters
+    ],
+)
+def test_time_that_one_model_cannot_use_is_for_another(minutes, seconds, before, expected):
+    """A model of ten minutes that has ended. A teacher adds a third to the time of a step."""
+    config = small(minutes=minutes, models_before=before, max_iters=300, out_dir="out/x")
+    progress = Progress(300, step=300, seconds_before=seconds - startup.seconds())
+    progress.began = seconds - 600
+    progress.most = 300
+    following = next_model(config, progress, one_process())
+    assert (following is None) == (expected is None)
+    if following:
+        n = following.teacher.count("teacher-")
+        assert following.models_before == before + 1
+        assert expected == (f"taught by {n}" if n else "another")
+        left = (60 * minutes - seconds) / 600
+        steps = 300 * min(2, left / (1 + n / 3)) if n else 300
+        assert following.max_iters == pytest.approx(steps, rel=0.01)
+        assert following.teacher_share == (n / (n + 1) if n else None)
+        assert next_model(following, progress, one_process()) is None or not n
+    progress.most = 301  # it has ended by --max_iters
+    assert next_model(config, progress, one_process()) is None
+
+
+@pytest.mark.slow
+def test_a_run_of_several_models_loses_nothing_when_it_is_killed(here):
+    """In its second model before and after the first checkpoint, and in the last one."""
+    script = here / "train.py"
+    copy_edited(here, ["gptling", "model.py", "prepare.py", "train.py"], ())
+    schedule = here / "gptling/schedule.py"
+    constants = re.sub("MAX_EPOCHS = 16", "MAX_EPOCHS = 0", schedule.read_text())
+    schedule.write_text(constants.replace("SHORT_TEXT_STEPS = 600", "SHORT_TEXT_STEPS = 12"))
+    die = "import os; os.environ.get('DIES') == f'{config.models_before} {done}' and os._exit(9)"
+    line, changed = after_step(die)
+    script.write_text(script.read_text().replace(line, changed))
+    sizes = [flag for flag in TINY if "max_iters" not in flag and "eval_interval" not in flag]
+    flags = ["--dataset=mine", *sizes, "--minutes=1", "--eval_interval=5", "--log_interval=1"]
+
+    whole = output_of(script, *flags, "--out_dir=out/whole", cwd=here)
+    assert whole.count("has another seed") == 2 and "learns from those before it" in whole
+    flags += ["--out_dir=out/parts", "--auto_resume"]
+    for place in ("1 3", "1 9", "3 7"):
+        process = run_script(script, *flags, cwd=here, DIES=place)
+        assert process.returncode == 9, process.stderr.decode()
+        assert b"was edited" not in process.stdout
+    runs = here / "out/whole", here / "out/parts"
+    losses = {path: read_metrics(path)["val_loss"] for path in list_models(runs[1])}
+    assert find_checkpoint(runs[1]) == min(losses, key=losses.get)
+    output_of(script, *flags, cwd=here)
+    assert_equal_runs(*runs, 24)
+    assert [entry["step"] for entry in read_log(runs[0])][-1] == 12 + 12 + 12 + 24
+    for n in (1, 2, 3):
+        name = f"teacher-{n}/model.safetensors"
+        assert (runs[0] / name).read_bytes() == (runs[1] / name).read_bytes()
+    models = [load_file(run / "model.safetensors") for run in list_models(runs[0])]
+    assert len({model["wte.weight"].sum().item() for model in models}) == len(models)
+    assert b"has all its 24 steps" in run_script(script, *flags, cwd=here).stdout
