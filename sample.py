@@ -150,6 +150,7 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
     """Complete one prompt after another from standard input, until an empty line."""
     print("Type a prompt and Enter. Ctrl-C stops a text, an empty line quits.", file=sys.stderr)
     print("> ", end="", file=sys.stderr, flush=True)
+    sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     while prompt := sys.stdin.readline().rstrip("\r\n"):
         try:
             write_samples(model, tokenizer, make_samples(tokenizer, [prompt], config), config)

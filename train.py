@@ -171,8 +171,8 @@ def print_jump(optimizers: list, progress, config: TrainConfig):
     """Print it if the learning rate of a resumed run does not continue from its last step's, as
     with a larger --max_iters."""
     group = optimizers[0].param_groups[0]
-    before = group["lr"] / group.get("lr_scale", 1)
-    now = learning_rate(progress.step - 1, progress.max_iters, config)
+    before = group["lr"]
+    now = learning_rate(progress.step - 1, progress.max_iters, config) * group.get("lr_scale", 1)
     if not math.isclose(before, now):
         print(f"the learning rate jumps from {before:.3g} to {now:.3g} at step {progress.step}")
 

@@ -132,7 +132,7 @@ def load_config(cls: type, description: str, argv: list[str] | None = None, *, p
     config = tyro.cli(
         cls,
         args=args,
-        description=description.partition("References:")[0].strip(),
+        description=(description or "").partition("References:")[0].strip(),
         use_underscores=True,
         config=(
             tyro.conf.PositionalMetavarFromFieldName,
@@ -185,6 +185,6 @@ def check_numbers(config: Any):
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         bounds = re.search(r"at least (-?\d)( and at most (\d))?", f"{hint}, at least 0")
-        highest = float(bounds[3] or "inf")
+        highest = float(bounds[3] or "1e308")
         if isinstance(value, int | float) and not int(bounds[1]) <= value <= highest:
             raise ValueError(f"--{name}={value}: must be {bounds[0]}")

@@ -41,7 +41,7 @@ def measure(pieces: Iterable[tuple[str, bool]], is_utf8: bool) -> array:
     size = 0
     for text, is_end in show_reading(pieces):
         raw = text.encode()
-        if b"\0" in raw and not is_utf8:
+        if raw.count(b"\0") > (len(raw) / 4 if is_utf8 else 0):  # UTF-16 has many
             raise ValueError("a binary file")
         content.update(raw)
         size += len(raw)

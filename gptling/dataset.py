@@ -15,6 +15,14 @@ from gptling.subwords import vary_tokens
 from gptling.tokenizers import bytes_per_token, has_merges, load_tokenizer
 
 
+def load_tokens(file: Path) -> np.ndarray:
+    """Return the ids in a token file, which stay on disk. Raises UserError for a damaged one."""
+    try:
+        return np.load(file, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{file}: {error}: prepare the text again with --overwrite") from None
+
+
 class Dataset:
     """data/NAME. Raises UserError if it is missing or too short."""
 
@@ -30,9 +38,8 @@ class Dataset:
         self.fingerprint = meta["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        shards = sorted(directory.glob("train-*.npy"))
-        self.train = [np.load(shard, mmap_mode="r") for shard in shards]
-        self.val = np.load(directory / "val.npy", mmap_mode="r")
+        self.train = [load_tokens(shard) for shard in sorted(directory.glob("train-*.npy"))]
+        self.val = load_tokens(directory / "val.npy")
         lengths = [*map(len, self.train)]
         self.n_tokens = sum(lengths)
         self.check_counts(meta)

@@ -88,6 +88,7 @@ def comparable(metrics: dict) -> tuple[float, int | None]:
     """Return the loss of an evaluation that compares with those of other steps, infinity without
     one, and the number of its tokens."""
     loss = metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
+    loss = loss if loss < math.inf else math.inf  # NaN compares with nothing
     return loss, metrics.get("comparable_tokens", metrics.get("val_tokens"))
 
 
@@ -95,7 +96,7 @@ def print_loss(name, model: torch.nn.Module, data, batch_size: int, processes, a
     """--eval_only: print the loss of the model `name`, as evaluate returns it."""
     metrics = evaluate(model, data, batch_size, processes, autocast)
     nats = metrics["val_loss"]
-    losses = f"{nats:.4f} nats per token, perplexity {math.exp(nats):,.4f}"
+    losses = f"{nats:.4f} nats per token, perplexity {torch.tensor(nats).exp():,.4f}"
     losses += f", {metrics['bits_per_byte']:.4f} bits per byte"
     tokens = f"{metrics['val_tokens']:,} tokens of {data.directory / 'val.npy'}"
     print(f"{losses}: {name}, over {tokens}")

@@ -21,10 +21,11 @@ class Processes:
     def __init__(self):
         self.rank = int(os.environ.get("RANK") or 0)
         self.world_size = int(os.environ.get("WORLD_SIZE") or 1)
-        if self.world_size > 1 and not os.environ.get("RANK"):
-            raise UserError(
-                f"WORLD_SIZE={self.world_size} without RANK: unset it, or start with torchrun"
-            )
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if not os.environ.get(name)]
+        if missing and (self.rank or self.world_size > 1):
+            way = "unset RANK and WORLD_SIZE, or start with torchrun"
+            raise UserError(f"the environment has no {', '.join(missing)}: {way}")
         self.is_main = self.rank == 0  # the process that writes and prints for all
         self.signal = 0  # see catch_signals
         self.sharded = False  # whether FSDP shards the model: see wrap

@@ -180,7 +180,7 @@ class RunDirectory:
         log = self.path / "log.jsonl"
         kept = []
         for line in log.read_bytes().splitlines() if log.exists() else []:
-            with suppress(ValueError):
+            with suppress(ValueError, TypeError, KeyError):
                 if json.loads(line)["step"] <= step:
                     kept.append(line + b"\n")
         replace(log, b"".join(kept))

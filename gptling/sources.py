@@ -125,8 +125,8 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
         raise UserError(f"{url}: {error}{hint}") from None
     # Windows' shells leave it to the program what *.txt means.
     paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
-    if not paths:
-        raise UserError(f"{name}: no such file or folder")
+    if not any(os.path.isfile(path) or os.path.isdir(path) for path in paths):
+        raise UserError(f"{name}: no such file or folder")  # nor a pipe, which is read once
     seen = set()
     return [*chain.from_iterable(find_files(Path(path), seen) for path in paths)]
 

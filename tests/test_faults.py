@@ -152,7 +152,8 @@ def test_a_parameter_with_a_dimension_of_1_is_no_matrix_for_muon():
     assert any(model.h[0].slopes is p for group in adamw.param_groups for p in group["params"])
 
 
-def test_world_size_without_rank_is_one_line(here):
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_a_part_of_torchruns_environment_is_one_line(name, here):
     one_line(
-        run_script(ROOT / "train.py", *MINE, cwd=here, WORLD_SIZE="2"), "WORLD_SIZE=2", "torchrun"
+        run_script(ROOT / "train.py", *MINE, cwd=here, **{name: "2"}), "MASTER_ADDR", "torchrun"
     )

@@ -210,6 +210,8 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (INIT, "config.json", {"n_head": 3}, "config.json: n_embd=16 is not divisible by n_head=3"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
     (TRAIN, "val.npy", Evil(), "Python objects"),
+    (TRAIN, "val.npy", b"", "val.npy: No data left in file: prepare the text again"),
+    (TRAIN, "train-00000.npy", b"\x93NUMPY\1\0", "prepare the text again"),
 ]
 
 

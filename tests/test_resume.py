@@ -1,6 +1,7 @@
 """Nothing is lost: runs that are stopped, killed, overwritten, locked, and what they resume to."""
 
 import gc
+import math
 import os
 import re
 import shutil
@@ -145,7 +146,8 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
         save({"step": step, "val_loss": loss})
     save({"step": 20, "val_loss": 0.5, "comparable_loss": 2.0})  # over other tokens
     save({"step": 25})
-    assert [path.name[11:] for path in list_checkpoints(tmp_path)] == ["15", "25"]
+    save({"step": 30, "val_loss": math.nan})
+    assert [path.name[11:] for path in list_checkpoints(tmp_path)] == ["15", "30"]
     assert best_checkpoint(tmp_path).name == "checkpoint-15"
 
 
