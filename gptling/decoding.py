@@ -40,7 +40,8 @@ def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
         fast.next_logits = GraphedStep(fast.next_logits, compile)
     is_wide = model.config.n_embd >= WIDE
     if weight.is_cpu and is_wide and torch.backends.mkldnn.is_available():
-        use_onednn(fast)
+        if weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            use_onednn(fast)
     if weight.is_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
         fast.cache_dtype = torch.float32  # otherwise each token would cast all keys
     return fast
