@@ -42,9 +42,14 @@ class Start:
     saved: dict[str, Any] = field(default_factory=dict)  # a resumed run's state, otherwise {}
 
     def begin(self, state):
-        """Load the state of a resumed run, and make the directory ready. Raises UserError."""
+        """Load the state of a resumed run, and make the directory ready. Raises UserError, for a run
+        that has ended too: here, since a flag that it cannot have is the better reason."""
         if self.saved:
             state.load_state_dict(self.saved)
+        end = state.config.max_iters
+        if state.progress.step >= end:
+            ways = f"--minutes=5 adds five minutes, --max_iters={2 * end} sets an end"
+            raise UserError(f"{self.run.path} has done all its {end} steps: {ways}")
         self.run.start(state)
 
 
@@ -62,7 +67,7 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
     if not config.eval_only:
-        config = resume_or_begin(config, given, length_flag, start)
+        config = resume_or_begin(config, given, start)
     if config.init_from != "scratch" and not start.saved:
         start.checkpoint = find_checkpoint(config.init_from)
     processes.use_device(config.device)
@@ -89,10 +94,10 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     return config, start
 
 
-def resume_or_begin(config, given: dict, length_flag: str, start: Start):
+def resume_or_begin(config, given: dict, start: Start):
     """Lock the directory of the run. Return the configuration: a resumed run's, or the given one.
-    Raises UserError for a run that these flags cannot continue, or that has ended. With
-    --auto_resume, as in a chain of jobs, a run that has ended ends with exit code 0."""
+    Raises UserError for a run that these flags cannot continue. With --auto_resume, as in a chain
+    of jobs, a run that has ended ends with exit code 0."""
     run = start.run
     run.acquire()
     checkpoints = list_checkpoints(run.path)
@@ -116,14 +121,10 @@ def resume_or_begin(config, given: dict, length_flag: str, start: Start):
     if edited:
         names = ", ".join(edited)
         print(f"{run.path}/config.toml was edited ({names}), which has no effect: give flags")
-    is_longer = config.resume and length_flag == "minutes"
     config = resumed_config(config, saved, given)
-    if step >= config.max_iters and not is_longer:
-        if config.auto_resume:
-            print(f"{run.path} has all its {config.max_iters} steps")
-            sys.exit()
-        ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets an end"
-        raise UserError(f"{run.path} has all its {config.max_iters} steps: {ways}")
+    if config.auto_resume and step >= config.max_iters:
+        print(f"{run.path} has done all its {config.max_iters} steps")
+        sys.exit()
     return config
 
 
