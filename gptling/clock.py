@@ -1,6 +1,7 @@
 """The time of a run: how many steps fit into it, and what more time would bring."""
 
 import bisect
+import shlex
 import statistics
 
 from gptling.schedule import (
@@ -113,14 +114,16 @@ def advice(config, data, step: int, overfitted_since: int | None) -> str:
     """Return how often the text was seen by step `step`, the last one, and whether more text or
     more time would help. overfitted_since: the step with the lowest validation loss, if the loss
     has risen clearly since then."""
-    megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
+    megabytes = float(f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:.3g}")
     epochs = step * tokens_per_step(config) / data.n_tokens
     if overfitted_since and epochs >= GOOD_EPOCHS:
         hint = f"The model has overfitted since step {overfitted_since}: more text would help."
     elif step >= most_steps(config, data.n_tokens):
         hint = "More text would help now, more time would not: the model would overfit."
     elif epochs < GOOD_EPOCHS:
-        hint = "More time would help."
+        out_dir = shlex.quote(config.out_dir)
+        command = f"python train.py --out_dir={out_dir} --resume --minutes=5"
+        hint = f"More time would help.\nTo continue with a model of this size: {command}"
     else:
         hint = "More time would help a little, and more text would help more."
-    return f"The model has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"
+    return f"The model has seen {megabytes:,g} MB of text {epochs:.2g} times. {hint}"
