@@ -94,6 +94,7 @@ class TrainConfig(GPTConfig):
     min_lr: Planned[float] = None  # final learning rate
     # evaluation
     eval_only: cli.Once[bool] = False  # only evaluate init_from on the whole validation split
+    eval_all: cli.Once[bool] = False  # --eval_only on the training split, too: on all of the text
     # evaluate and save a checkpoint every so many steps, but not shortly before the last one
     eval_interval: Planned[PositiveInt] = None
     # validate on about this many tokens, evenly spread. 0: on all. -1: on few, at the end all
@@ -116,6 +117,8 @@ class TrainConfig(GPTConfig):
             raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
+        if self.eval_all and not self.eval_only:
+            raise ValueError("--eval_all needs --eval_only")
 
 
 def learning_rate(step: int, max_iters: int, config: TrainConfig) -> float:

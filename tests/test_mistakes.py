@@ -75,6 +75,7 @@ MISTAKES = [
     ("train.py --hold=50", "--hold=50", "at most 1", 2),
     ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
+    ("train.py --eval_all", "--eval_all", "--eval_only", 2),
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),
     ("train.py a.txt", "python prepare.py a.txt reads a text"),
     ("train.py --curves=maybe", "maybe", 2),
