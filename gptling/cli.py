@@ -102,9 +102,6 @@ def launch(main: Callable[[], int | None], *, needs_reader: bool = False):
     sys.exit(code)
 
 
-run = launch  # the name that scripts written for earlier versions import
-
-
 def progress_bar(total: int, **options) -> tqdm:
     """Return a bar on standard output. In a file, and under torchrun, it shows nothing."""
     tqdm.monitor_interval = 0  # its thread would wait for a lock that Ctrl-C leaves held

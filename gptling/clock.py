@@ -1,7 +1,6 @@
 """The time of a run: how many steps fit into it, and what more time would bring."""
 
 import bisect
-import shlex
 import statistics
 
 from gptling.schedule import (
@@ -121,9 +120,7 @@ def advice(config, data, step: int, overfitted_since: int | None) -> str:
     elif step >= most_steps(config, data.n_tokens):
         hint = "More text would help now, more time would not: the model would overfit."
     elif epochs < GOOD_EPOCHS:
-        out_dir = shlex.quote(config.out_dir)
-        command = f"python train.py --out_dir={out_dir} --resume --minutes=5"
-        hint = f"More time would help.\nTo continue with a model of this size: {command}"
+        hint = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
     else:
         hint = "More time would help a little, and more text would help more."
     return f"The model has seen {megabytes:,g} MB of text {epochs:.2g} times. {hint}"

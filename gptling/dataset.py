@@ -16,8 +16,8 @@ from gptling.tokenizers import bytes_per_token, has_merges, load_tokenizer
 
 
 class Dataset:
-    """data/NAME. eval_all: validate on all of the text. Raises UserError if the directory is missing
-    or its text too short."""
+    """data/NAME. eval_all: validate on all of the text. Raises UserError if it is missing or
+    too short."""
 
     def __init__(self, name: str, block_size: int, eval_tokens: int = 0, eval_all=False):
         directory = Path("data") / name

@@ -28,11 +28,10 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):
-        run = Path("out") / path
-        meant = f"Perhaps you mean {run}. " if run in runs else f"Runs: {[*map(str, runs)]}. "
         raise UserError(
             f"{path}: no checkpoint there (a directory with a config.json). "
-            f'{meant}To continue a text: sample.py --prompt "{path}"'
+            f"Perhaps you mean one of {[*map(str, runs)]}. "
+            f'To continue a text: sample.py --prompt "{path}"'
         )
     from huggingface_hub import snapshot_download  # installed with tokenizers
 

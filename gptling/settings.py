@@ -42,8 +42,8 @@ class Start:
     saved: dict[str, Any] = field(default_factory=dict)  # a resumed run's state, otherwise {}
 
     def begin(self, state):
-        """Load the state of a resumed run, and make the directory ready. Raises UserError, for a run
-        that has ended too: here, since a flag that it cannot have is the better reason."""
+        """Load the state of a resumed run, and make the directory ready. Raises UserError. That a
+        run has ended is checked last, since a flag that it cannot have is the better reason."""
         if self.saved:
             state.load_state_dict(self.saved)
         end = state.config.max_iters

@@ -105,20 +105,16 @@ MISTAKES = [
     ("train.py TINY --dataset=mine --out_dir=file/run", "file"),
     ("train.py --resume --auto_resume", "only one of", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
-    ("train.py --resume --out_dir=out/mine", "has done all its 20 steps", "--max_iters=40", "--minutes=5"),
+    ("train.py --resume --out_dir=out/mine", "all its 20 steps", "--max_iters=40", "--minutes=5"),
     ("train.py --minutes=0", "--minutes=0", "--max_iters"),
     ("train.py --max_iters=9 --minutes=0", "--minutes=0", "--max_iters"),
     # The run has ended, too, which is the lesser reason.
     ("train.py --resume --out_dir=out/mine --n_layer=3", "--n_layer=3", "has 2"),
     ("train.py --resume --out_dir=out/mine --seed=5", "has 1337", "--out_dir"),
-    (
-        "train.py --resume --out_dir=out/mine --dataset=other",
-        "data/other",
-        "--init_from=out/mine",
-    ),
+    ("train.py --resume --out_dir=out/mine --dataset=other", "data/other", "--init_from=out/mine"),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint"),
-    ("sample.py mine", "mine", "no checkpoint", "perhaps you mean out/mine"),
+    ("sample.py mine", "mine", "no checkpoint", "perhaps you mean one of [", "out/mine"),
     ("sample.py hub", "hub", "no tokenizer.json", "AutoTokenizer"),
     ("sample.py Hello", "Hello", '--prompt "Hello"'),
     ("in no_model: sample.py", "out/", "train.py"),
