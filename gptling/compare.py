@@ -183,14 +183,14 @@ def verdict(runs: list[dict], first: list[dict]) -> str:
 
 
 def may_win(runs: list[dict], first: list[dict]) -> bool:
-    """Return whether a side can still be better: it is not worse after these seeds, or its steps are
+    """Say whether a side can still be better: it is not worse after these seeds, or its steps are
     faster. A look after each seed calls more sides worse by chance, but none better."""
     is_faster = sum(run["ms"] for run in runs) < sum(run["ms"] for run in first)
     return is_faster or not verdict(runs, first).startswith("worse")
 
 
 def answer(question: str, sides: list[Side], seeds: range, count_steps: Callable) -> dict:
-    """Train each side with the seeds as long as it may win. Print its mean loss, and how it compares
+    """Train each side with the seeds while it may win. Print its mean loss, and how it compares
     with the first side. Return {side: [result of each seed]}. count_steps(side, i): see main."""
     first, *others = order = sides
     results = {side: [] for side in sides}
