@@ -104,7 +104,7 @@ class TrainConfig(GPTConfig):
     curves: bool = True  # write loss.png, if matplotlib is installed
     wandb: bool = False  # log to Weights & Biases
     # machine
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda or cpu
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"  # auto picks cuda or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of matmuls
     compile: Literal["auto", True, False] = "auto"  # use torch.compile. auto: long runs on CUDA
     recompute: bool = False  # save memory: recompute activations in the backward pass

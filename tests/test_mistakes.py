@@ -128,6 +128,7 @@ MISTAKES = [
     ("sample.py out/mine --prompt=a --interactive", "--prompt", "--interactive", 2),
     ("sample.py out/mine --explain=a.html --interactive", "--explain", "--interactive", 2),
     ("sample.py out/mine --device=cuda", "cuda"),
+    ("sample.py out/mine --device=xpu", "--device=xpu", "PyTorch finds none here"),
 ]
 
 
