@@ -11,7 +11,8 @@
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
-writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format), log.jsonl, config.toml, loss.png
+writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format), log.jsonl, config.toml, and
+loss.png if matplotlib is installed
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101
