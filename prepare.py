@@ -27,6 +27,8 @@ from gptling.cli import Empty, UserError, launch, load_config
 from gptling.corpus import Corpus, counted, encode_on_all_cores, write_token_files
 from gptling.files import new_directory
 
+# The endings of files whose markup is trained on, too.
+MARKUP = r"\.(csv|tsv|json|html?|xml)(\.gz)?$"
 # What --overwrite may delete, and macOS' own.
 OUTPUT = re.compile(r"(train-\d+|val)\.npy|(tokenizer|meta)\.json|\.DS_Store")
 
@@ -54,7 +56,7 @@ def name_after(sources: tuple[str, ...]) -> str:
     first = re.sub(r"^hf:([^:]*).*|^(https?://[^?#]*).*", r"\1\2", first)
     if not Path(first).exists():
         first = re.sub(r"[^/\\]*[*?[].*", "", first)  # notes/*.txt: notes
-    endings = r"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$"
+    endings = rf"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$|{MARKUP}"
     return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
 
@@ -94,11 +96,15 @@ def print_summary(target: Path, meta: dict, how: str, corpus: Corpus):
     print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")
     print(f"  {meta['train']['tokens']:,} tokens to train on", end=", ")
     print(f"{meta['val']['tokens']:,} to validate on")
-    if corpus.n_repeated or corpus.refused:
-        files = f"all or part of {len(corpus.refused):,} files"
-        print(f"  left out: {corpus.n_repeated:,} repeated documents, {files}")
-        for line in corpus.refused[:5]:
-            print(f"    {line}")
+    n_markup = sum(bool(re.search(MARKUP, file.name.lower())) for file, *_ in corpus.sources)
+    if n_markup:
+        print(f"  files read as plain text, with their markup: {n_markup:,}")
+    if corpus.n_repeated:
+        print(f"  repeated documents left out: {corpus.n_repeated:,}")
+    if corpus.refused:
+        print(f"  files left out, whole or in part: {len(corpus.refused):,}")
+    for line in corpus.refused[:5]:
+        print(f"    {line}")
 
 
 def prepare(config: PrepareConfig) -> Path:

@@ -44,7 +44,7 @@ class SampleConfig:
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most likely one
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # stop before this text. \n is a newline
     seed: int = 1337  # random seed: same seed and settings, same text
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda or cpu
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"  # auto picks cuda or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the weights
     compile: bool = False  # use torch.compile on CUDA: slow to start, faster for long texts
     explain: Empty[str] = ""  # write a web page with token probabilities and attention

@@ -11,7 +11,8 @@
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
-writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format), log.jsonl, config.toml, loss.png
+writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format), log.jsonl, config.toml, and
+loss.png if matplotlib is installed
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101
@@ -100,6 +101,7 @@ class TrainConfig(GPTConfig):
     min_lr: Planned[float] = None  # final learning rate
     # evaluation
     eval_only: cli.Once[bool] = False  # only evaluate init_from on the whole validation split
+    eval_all: cli.Once[bool] = False  # --eval_only on the training split, too: on all of the text
     # evaluate and save a checkpoint every so many steps, but not shortly before the last one
     eval_interval: Planned[PositiveInt] = None
     # validate on about this many tokens, evenly spread. 0: on all. -1: on few, at the end all
@@ -109,7 +111,7 @@ class TrainConfig(GPTConfig):
     curves: bool = True  # write loss.png, if matplotlib is installed
     wandb: bool = False  # log to Weights & Biases
     # machine
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto picks cuda or cpu
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"  # auto picks cuda or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of matmuls
     compile: Literal["auto", True, False] = "auto"  # use torch.compile. auto: long runs on CUDA
     recompute: bool = False  # save memory: recompute activations in the backward pass
@@ -122,6 +124,8 @@ class TrainConfig(GPTConfig):
             raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
+        if self.eval_all and not self.eval_only:
+            raise ValueError("--eval_all needs --eval_only")
 
     @property
     def model_seed(self) -> int:

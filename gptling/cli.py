@@ -102,9 +102,6 @@ def launch(main: Callable[[], int | None], *, needs_reader: bool = False):
     sys.exit(code)
 
 
-run = launch  # the name that scripts written for earlier versions import
-
-
 def progress_bar(total: int, **options) -> tqdm:
     """Return a bar on standard output. In a file, and under torchrun, it shows nothing."""
     tqdm.monitor_interval = 0  # its thread would wait for a lock that Ctrl-C leaves held
@@ -148,7 +145,7 @@ def read_preset(name: str) -> dict[str, Any]:
     that has no config/NAME.toml of its own."""
     if not name.endswith(".toml"):
         raise UserError(
-            f"{name} is no preset: python prepare.py {name} reads a text, "
+            f"{name} is not a preset: python prepare.py {name} reads a text, "
             f"--dataset={name} trains on prepared data, --out_dir={name} --resume continues a run"
         )
     file = Path(name)
@@ -157,7 +154,7 @@ def read_preset(name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
-        raise UserError(f"{name} is no preset like config/gpt2.toml ({error})") from None
+        raise UserError(f"{name} is not a preset like config/gpt2.toml ({error})") from None
 
 
 def parse_flag(word: str, following: str, hints: dict[str, Any]) -> tuple[str, str]:

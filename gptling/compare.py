@@ -5,12 +5,12 @@
     python -m gptling.compare --seeds 5 -- config/shakespeare_char_cpu.toml --max_iters=200
 
 Presets and flags after -- are for train.py on all sides. A patch may add its own in a line
-"# flags:", and flags for prepare.py in a line "# prepare:". Finished runs are kept."""
+"# flags:", and flags for prepare.py in a line "# prepare:". Finished runs are kept. All answers are
+in out/compare/verdicts.tsv: the date, the side, the base's commit, the seeds, the answer."""
 
 import functools
 import hashlib
 import json
-import operator
 import os
 import platform
 import re
@@ -19,7 +19,9 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from glob import glob
 from importlib.metadata import version
 from itertools import takewhile
@@ -45,7 +47,8 @@ Side = namedtuple("Side", "name tree flags")
 @dataclass
 class CompareConfig:
     patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # patch files, each a side
-    seeds: PositiveInt = 3  # runs per side, with --seed=1, 2, ...
+    seeds: PositiveInt = 3  # random seeds per side. Two hardly ever show a difference
+    first_seed: int = 1  # the first of these seeds, which follow each other
     prepare: Empty[str] = ""  # arguments of prepare.py for each side: "my.txt --tokenizer=bpe"
 
     def __post_init__(self):
@@ -55,7 +58,7 @@ class CompareConfig:
 def execute(*command: str | Path) -> str:
     """Run a program and return the last line that it prints. If it fails, exit with all its lines.
     git works on an index in out/compare: yours stays unchanged."""
-    env = os.environ | {"GIT_INDEX_FILE": str(OUT.resolve() / "index")}
+    env = os.environ | {"GIT_INDEX_FILE": str(OUT.resolve() / ".index")}
     process = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=env
     )
@@ -133,14 +136,14 @@ def train(side: Side, seed: int, steps: int) -> dict:
     finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
     is_new = not finished.exists()
     if is_new:
-        print(f"seed {seed}: {side.name}, {steps} steps")
         run = OUT / side.name / "run"
+        print(f"seed {seed}: {side.name}, {steps} steps, logged in {run / 'log.jsonl'}")
         shutil.rmtree(run, ignore_errors=True)
         flags += [f"--out_dir={run}", "--curves=False"]
         execute(sys.executable, code_of(side.name) / "train.py", *flags)
         shutil.copy(run / "log.jsonl", finished)
     log = [json.loads(line) for line in finished.read_text("utf-8").splitlines()]
-    result = log[-1] | {"ms": step_time(log)}
+    result = log[-1] | {"side": side.name, "ms": step_time(log)}
     if is_new:
         print(f"    {result['bits_per_byte']:.3f} bits per byte in {result['seconds']:.0f} s")
     return result
@@ -150,13 +153,6 @@ def step_time(log: list[dict]) -> float:
     """Return the mean time of a step in ms, after the first log line, which has the warm-up."""
     times = [line["ms"] for line in log if "ms" in line]
     return mean(times[1:] or times)
-
-
-def steps_in_the_same_time(runs: list[dict], first: list[dict], n_steps: int) -> list[int]:
-    """Return how many steps a side has in the time of n_steps of the first side, seed by seed: each
-    seed has its own ratio of times, so that the interval covers their spread."""
-    ratios = [base["ms"] / run["ms"] for base, run in zip(first, runs, strict=True)]
-    return [round(n_steps * ratio) for ratio in ratios]
 
 
 def judge(differences: list[float]) -> str:
@@ -170,36 +166,54 @@ def judge(differences: list[float]) -> str:
     size = abs(difference)
     if size <= half:
         interval = f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte"
-        return f"no difference that {n} seeds can show ({interval}, negative is better)"
-    verdict = "better" if difference < 0 else "worse"
-    return f"{verdict} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f})"
+        seen = f"mean {difference:+.4f}, {interval}, negative is better"
+        return f"no difference that {n} seeds can show ({seen})"
+    word = "better" if difference < 0 else "worse"
+    interval = f"{size - half:.4f} to {size + half:.4f}, {n} seeds"
+    return f"{word} by {size:.4f} bits per byte ({interval})"
 
 
-def answer(question: str, steps: dict[Side, list[int]]) -> dict[Side, list[dict]]:
-    """Train each side with seed 1, 2, ... for its numbers of steps. Print its mean loss, and how it
-    compares with the first side. Return {side: [result with seed 1, with seed 2, ...]}."""
-    first, *others = order = list(steps)
-    results = {side: [] for side in order}
-    for i in range(len(steps[first])):
+def verdict(runs: list[dict], first: list[dict]) -> str:
+    """Say how a side's results compare with the first side's, which may have more seeds."""
+    for run in (first[0], runs[0]):
+        if not run["is_cross_entropy"]:
+            return f"no answer: the loss of {run['side']} is not the cross-entropy of its logits"
+    pairs = zip(runs, first, strict=False)
+    return judge([run["bits_per_byte"] - base["bits_per_byte"] for run, base in pairs])
+
+
+def may_win(runs: list[dict], first: list[dict]) -> bool:
+    """Say whether a side can still be better: it is not worse after these seeds, or its steps are
+    faster. A look after each seed calls more sides worse by chance, but none better."""
+    is_faster = sum(run["ms"] for run in runs) < sum(run["ms"] for run in first)
+    return is_faster or not verdict(runs, first).startswith("worse")
+
+
+def answer(question: str, sides: list[Side], seeds: range, count_steps: Callable) -> dict:
+    """Train each side with the seeds while it may win. Print its mean loss, and how it compares
+    with the first side. Return {side: [result of each seed]}. count_steps(side, i): see main."""
+    first, *others = order = sides
+    results = {side: [] for side in sides}
+    for i, seed in enumerate(seeds):
         for side in order:
-            results[side].append(train(side, i + 1, steps[side][i]))
-        order.reverse()  # no side is always first on a machine that slows down
-    losses = {}
+            results[side].append(train(side, seed, count_steps(side, i)))
+        # Reversed, so that no side is always first on a machine that slows down.
+        order = [side for side in reversed(order) if may_win(results[side], results[first])]
+        if order == [first]:
+            break
     for side, runs in results.items():
-        losses[side] = [run["bits_per_byte"] for run in runs]
-        print(
-            f"{side.name}: {runs[0]['parameters']:,} parameters, {mean(steps[side]):.0f} steps, "
-            f"{mean(losses[side]):.3f} bits per byte"
-        )
+        steps = mean(run["step"] for run in runs)
+        loss = mean(run["bits_per_byte"] for run in runs)
+        numbers = f"{runs[0]['parameters']:,} parameters, {steps:.0f} steps"
+        print(f"{side.name}: {numbers}, {loss:.3f} bits per byte")
+    commit = execute("git", "rev-parse", "--short", "HEAD")
     for other in others:
-        differences = list(map(operator.sub, losses[other], losses[first]))
-        verdict = judge(differences)
-        for side in (first, other):
-            if not results[side][0]["is_cross_entropy"]:
-                verdict = (
-                    f"no answer: the loss of {side.name} is not the cross-entropy of its logits"
-                )
-        print(f"{other.name} against {first.name} {question}: {verdict}")
+        line = f"{other.name} against {first.name} {question}: "
+        line += verdict(results[other], results[first])
+        print(line)
+        with (OUT / "verdicts.tsv").open("a", encoding="utf-8") as file:
+            n = len(results[other])
+            print(date.today(), other.name, commit, n, line, sep="\t", file=file)
     return results
 
 
@@ -213,23 +227,19 @@ def main():
     sides = make_sides(config.patches, flags, shlex.split(config.prepare))
     first = sides[0]
     n_steps = count_steps(first)
-    runs_per_seed = 2 * len(sides) - 1  # the first side's runs serve both questions
-    print(f"At most {config.seeds * runs_per_seed} runs. After Ctrl-C the same command continues.")
-    results = answer(f"after {n_steps} steps", dict.fromkeys(sides, [n_steps] * config.seeds))
+    seeds = range(config.first_seed, config.first_seed + config.seeds)
+    n_runs = len(seeds) * (2 * len(sides) - 1)  # the first side's runs serve both questions
+    minutes = n_runs * train(first, seeds[0], n_steps)["seconds"] / 60
+    print(f"At most {n_runs} runs, {minutes:.0f} min. After Ctrl-C the same command continues.")
+    results = answer(f"after {n_steps} steps", sides, seeds, lambda side, i: n_steps)
 
-    question = f"in the time of {n_steps} steps"
-    steps = {}
-    for side in sides:
-        numbers = steps_in_the_same_time(results[side], results[first], n_steps)
-        if max(numbers) <= 1.1 * min(numbers):
-            steps[side] = numbers
-        else:
-            print(
-                f"{side.name} against {first.name} {question}: "
-                f"the times of steps vary too much to say: delete {OUT} and try again"
-            )
-    if len(steps) > 1:
-        answer(question, steps)
+    def steps_in_the_same_time(side: Side, i: int) -> int:
+        """Each seed has its own ratio of times, so that the interval covers their spread."""
+        return round(n_steps * results[first][i]["ms"] / results[side][i]["ms"])
+
+    left = [side for side in sides if len(results[side]) == len(seeds)]
+    if len(left) > 1:
+        answer(f"in the time of {n_steps} steps", left, seeds, steps_in_the_same_time)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ def load_tokens(file: Path) -> np.ndarray:
 
 
 class Dataset:
-    """data/NAME. Raises UserError if it is missing or too short."""
+    """data/NAME. eval_all: validate on all of the text. Raises UserError if it is missing or
+    too short."""
 
-    def __init__(self, name: str, block_size: int, eval_tokens: int = 0):
+    def __init__(self, name: str, block_size: int, eval_tokens: int = 0, eval_all=False):
         directory = Path("data") / name
         if not (directory / "meta.json").is_file():
             files = sorted(Path("data").glob("*/meta.json"))
@@ -43,6 +44,8 @@ class Dataset:
         lengths = [*map(len, self.train)]
         self.n_tokens = sum(lengths)
         self.check_counts(meta)
+        if eval_all:
+            self.val = np.concatenate([*self.train, self.val])
         n_shared = min(max(lengths), len(self.val))
         self.longest = n_shared - 1  # tokens of the longest sequence that both splits have
         if self.longest < block_size:
@@ -131,7 +134,7 @@ def training_data(config, saved: dict | None = None) -> Dataset:
     """Return the data set of a configuration as its run reads it. saved: the state of the run to
     resume, whose place in the epoch stays, also with another batch size. Raises UserError unless
     the data set is the one that run has."""
-    data = Dataset(config.dataset, config.block_size, eval_part(config))
+    data = Dataset(config.dataset, config.block_size, eval_part(config), config.eval_all)
     if saved:
         if saved["data"] != data.fingerprint:
             remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"

@@ -21,8 +21,8 @@ def pick_device(device: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not getattr(torch, device).is_available():
         raise UserError(f"--device={device}: PyTorch finds none here, give --device=auto")
-    if device == "mps":
-        print("--device=mps: gptling has never been run on it", file=sys.stderr)
+    if device in ("mps", "xpu"):
+        print(f"--device={device}: gptling has never been run on it", file=sys.stderr)
     return device
 
 

@@ -98,7 +98,6 @@ def print_loss(name, model: torch.nn.Module, data, batch_size: int, processes, a
     nats = metrics["val_loss"]
     losses = f"{nats:.4f} nats per token, perplexity {torch.tensor(nats).exp():,.4f}"
     losses += f", {metrics['bits_per_byte']:.4f} bits per byte"
-    tokens = f"{metrics['val_tokens']:,} tokens of {data.directory / 'val.npy'}"
-    print(f"{losses}: {name}, over {tokens}")
+    print(f"{losses}: {name}, over {metrics['val_tokens']:,} tokens of {data.directory}")
     if not metrics["is_cross_entropy"]:
         print("This is not the cross-entropy of the logits: see GPT.losses")

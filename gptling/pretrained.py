@@ -31,7 +31,8 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if not re.fullmatch(HUB_NAMES, path.as_posix()):
         raise UserError(
             f"{path}: no checkpoint there (a directory with a config.json). "
-            f'runs: {[*map(str, runs)]}. To continue a text: sample.py --prompt "{path}"'
+            f"Perhaps you mean one of {[*map(str, runs)]}. "
+            f'To continue a text: sample.py --prompt "{path}"'
         )
     from huggingface_hub import snapshot_download  # installed with tokenizers
 

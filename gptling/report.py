@@ -48,6 +48,7 @@ class Report:
         self.progress = progress
         self.processes = processes
         self.step = progress.step  # the step of the last report
+        self.printed_steps = progress.max_iters  # the plan that was printed last
         self.all_targets = len(data.val) - 1  # tokens to validate on, in the whole split
         self.n_parameters = sum(p.numel() for p in model.parameters())
         self.gpu = torch.cuda.get_device_name() if processes.device == "cuda" else ""
@@ -175,10 +176,13 @@ class Report:
             self.next_line = now + 10
 
     def new_plan(self, step_time: float, evaluation_time: float):
-        """Report that max_iters has changed, by these seconds of a step and an evaluation."""
+        """Report that max_iters has changed, by these seconds of a step and an evaluation. A change
+        of less than a tenth is in the log alone."""
         steps = self.progress.max_iters
-        times = f"{1000 * step_time:.0f} ms each and {evaluation_time:.1f} s for an evaluation"
-        self.say(f"the plan is now {steps:,} steps, {times}")
+        if abs(steps - self.printed_steps) >= 0.1 * self.printed_steps:
+            times = f"{1000 * step_time:.0f} ms each and {evaluation_time:.1f} s for an evaluation"
+            self.say(f"the plan is now {steps:,} steps, {times}")
+            self.printed_steps = steps
         self.log(step=self.progress.step, max_iters=steps)
         self.bar.total = steps
 

@@ -47,13 +47,18 @@ class Start:
     progress: Progress | None = None  # a resumed run's, the model's before, then this model's own
 
     def begin(self, state):
-        """Load the state of a resumed run, and make the directory ready. Raises UserError."""
+        """Load the state of a resumed run, and make the directory ready. Raises UserError. That a
+        run has ended is checked last, since a flag that it cannot have is the better reason."""
         if state.config.teacher:
             self.sources["teachers.json"] = fingerprints(state.config)
         if self.saved:
             state.load_state_dict(self.saved)
         elif self.progress:
             state.progress.follow(self.progress)
+        end = state.config.max_iters
+        if state.progress.step >= end:
+            ways = f"--minutes=5 adds five minutes, --max_iters={2 * end} sets an end"
+            raise UserError(f"{self.run.path} has done all its {end} steps: {ways}")
         self.run.start(state)
         self.progress = state.progress
 
@@ -80,7 +85,7 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
     if not config.eval_only:
-        config = resume_or_begin(config, given, length_flag, start)
+        config = resume_or_begin(config, given, start)
     if config.init_from != "scratch" and not start.saved:
         start.checkpoint = find_checkpoint(config.init_from)
     processes.use_device(config.device)
@@ -121,10 +126,10 @@ def models(config, start: Start, processes):
         yield config, start
 
 
-def resume_or_begin(config, given: dict, length_flag: str, start: Start):
+def resume_or_begin(config, given: dict, start: Start):
     """Lock the directory of the run. Return the configuration: a resumed run's, or the given one.
-    Raises UserError for a run that these flags cannot continue, or that has ended. With
-    --auto_resume, as in a chain of jobs, a run that has ended ends with exit code 0."""
+    Raises UserError for a run that these flags cannot continue. With --auto_resume, as in a chain
+    of jobs, a run that has ended ends with exit code 0."""
     run = start.run
     run.acquire()
     checkpoints = list_models(run.path)
@@ -148,7 +153,6 @@ def resume_or_begin(config, given: dict, length_flag: str, start: Start):
     if edited:
         names = ", ".join(edited)
         print(f"{run.path}/config.toml was edited ({names}), which has no effect: give flags")
-    is_longer = config.resume and length_flag == "minutes"
     config = resumed_config(config, saved, given)
     start.progress = Progress(config.max_iters)
     start.progress.load(start.saved["progress"])
@@ -156,13 +160,10 @@ def resume_or_begin(config, given: dict, length_flag: str, start: Start):
     config.models_before = len(list_teachers(run.path)) - (not list_checkpoints(run.path))
     if config.teacher and config.models_before:
         config.teacher = own_teachers(config)
-    has_ended = step >= config.max_iters and not is_longer
-    if has_ended and not next_model(config, start.progress, run.processes):
-        if config.auto_resume:
-            print(f"{run.path} has all its {config.max_iters} steps")
-            sys.exit()
-        ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets an end"
-        raise UserError(f"{run.path} has all its {config.max_iters} steps: {ways}")
+    has_ended = step >= config.max_iters and not next_model(config, start.progress, run.processes)
+    if config.auto_resume and has_ended:
+        print(f"{run.path} has done all its {config.max_iters} steps")
+        sys.exit()
     return config
 
 

@@ -174,7 +174,7 @@ def _records(records, field, refused):
             continue
         yield from _pieces([text])
     if errors:
-        refused.append(f"{errors:,} records, the first in {first}")
+        refused.append(f"{errors:,} of {number:,} lines, the first is {first}")
 
 
 def _pieces(chunks):

@@ -89,9 +89,9 @@ def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
 
 def test_a_run_that_has_ended_ends_a_chain_of_jobs_without_an_error(finished):
     process = run_script("train.py", *MINE, "--auto_resume", cwd=finished)
-    assert "out/mine has all its 20 steps" in said(process)
+    assert "out/mine has done all its 20 steps" in said(process)
     preset = ["out/mine/config.toml", *RESUME]  # it has minutes and max_iters
-    one_line(run_here("train.py", *preset, cwd=finished), "has all its 20 steps", "--minutes=5")
+    one_line(run_here("train.py", *preset, cwd=finished), "done all its 20 steps", "--minutes=5")
 
 
 def test_data_whose_shards_are_not_those_of_meta_json_are_refused(here):

@@ -75,6 +75,7 @@ MISTAKES = [
     ("train.py --hold=50", "--hold=50", "at most 1", 2),
     ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
+    ("train.py --eval_all", "--eval_all", "--eval_only", 2),
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),
     ("train.py a.txt", "python prepare.py a.txt reads a text"),
     ("train.py --curves=maybe", "maybe", 2),
@@ -110,15 +111,13 @@ MISTAKES = [
     ("train.py --resume --out_dir=out/mine", "all its 20 steps", "--max_iters=40", "--minutes=5"),
     ("train.py --minutes=0", "--minutes=0", "--max_iters"),
     ("train.py --max_iters=9 --minutes=0", "--minutes=0", "--max_iters"),
-    ("train.py --resume --out_dir=out/mine --max_iters=30 --n_layer=3", "--n_layer=3", "has 2"),
-    ("train.py --resume --out_dir=out/mine --max_iters=30 --seed=5", "has 1337", "--out_dir"),
-    (
-        "train.py --resume --out_dir=out/mine --max_iters=30 --dataset=other",
-        "data/other",
-        "--init_from=out/mine",
-    ),
+    # The run has ended, too, which is the lesser reason.
+    ("train.py --resume --out_dir=out/mine --n_layer=3", "--n_layer=3", "has 2"),
+    ("train.py --resume --out_dir=out/mine --seed=5", "has 1337", "--out_dir"),
+    ("train.py --resume --out_dir=out/mine --dataset=other", "data/other", "--init_from=out/mine"),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint"),
+    ("sample.py mine", "mine", "no checkpoint", "perhaps you mean one of [", "out/mine"),
     ("sample.py hub", "hub", "no tokenizer.json", "AutoTokenizer"),
     ("sample.py Hello", "Hello", '--prompt "Hello"'),
     ("in no_model: sample.py", "out/", "train.py"),
@@ -132,6 +131,7 @@ MISTAKES = [
     ("sample.py out/mine --prompt=a --interactive", "--prompt", "--interactive", 2),
     ("sample.py out/mine --explain=a.html --interactive", "--explain", "--interactive", 2),
     ("sample.py out/mine --device=cuda", "cuda"),
+    ("sample.py out/mine --device=xpu", "--device=xpu", "PyTorch finds none here"),
 ]
 
 

@@ -118,8 +118,8 @@ def test_every_kind_of_source_gives_its_documents_once(here, kind, capsys):
     lines = capsys.readouterr().out.split("\n")
     notes = "\n".join(lines[4:])
     assert lines[1].startswith("  documents: 60, ")
-    assert notes.startswith("  left out: 1 repeated documents, ")
-    assert kind != "folder" or ("3 files" in notes and "latin.txt: not UTF-8" in notes)
+    assert notes.startswith("  repeated documents left out: 1\n")
+    assert kind != "folder" or ("in part: 3\n" in notes and "latin.txt: not UTF-8" in notes)
     train, val = (text_of(data, split).split(END_OF_TEXT) for split in ("train", "val"))
     assert train.pop() == val.pop() == ""  # each document ends
     assert sorted(train + val) == sorted(DOCUMENTS)
@@ -155,8 +155,17 @@ def test_a_bad_record_is_counted_with_its_line_and_the_others_are_read(here, cap
     texts = (text_of(data, "train") + text_of(data, "val")).split(END_OF_TEXT)
     assert sorted(texts) == sorted([*DOCUMENTS, ""])
     said = capsys.readouterr().out
-    assert "left out: 0 repeated documents, all or part of 1 files\n" in said
-    assert "    a.jsonl: 2 records, the first in line 3: " in said and BAD_RECORDS[record] in said
+    assert "repeated" not in said and "  files left out, whole or in part: 1\n" in said
+    line = "    a.jsonl: 2 of 63 lines, the first is line 3: "
+    assert line in said and BAD_RECORDS[record] in said
+
+
+def test_a_line_says_that_markup_is_read_as_text(here, capsys):
+    for name in ("table.csv", "page.HTML", "plain.txt"):
+        (here / name).write_text(f"<b>{TEXT}</b>{name}")
+    data = prepare(PrepareConfig(("table.csv", "page.HTML", "plain.txt")))
+    assert "  files read as plain text, with their markup: 2\n" in capsys.readouterr().out
+    assert "</b>page.HTML" in text_of(data)
 
 
 def test_another_field_and_half_a_character_are_read(here):
@@ -187,7 +196,7 @@ def test_a_text_that_is_not_utf8_is_read_in_the_encoding_that_you_give(here, enc
     (here / "old/picture.png").write_bytes(b"\x89PNG\0")
     (here / "old/book.pdf").write_bytes(b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n \0")
     process = run_here("prepare.py", "old", f"--encoding={encoding}", cwd=here)
-    assert b"all or part of 2 files" in process.stdout
+    assert b"whole or in part: 2\n" in process.stdout
     assert text_of(here / "data/old").count(text[1]) == 300
 
 
@@ -209,7 +218,7 @@ def test_a_part_that_cannot_be_read_costs_its_part(here, monkeypatch, capsys):
     assert meta_of(data)["documents"] == 14
     assert re.fullmatch(r"prepare.py: warning: 9\d% of the bytes could not be read .*\n", said.err)
     lines = said.out.splitlines()
-    assert "16 files" in lines[4] and "notes/29: OSError: " in lines[5] and "binary" in lines[6]
+    assert lines[4].endswith(": 16") and "notes/29: OSError: " in lines[5] and "binary" in lines[6]
 
 
 def test_a_file_that_grows_while_it_is_read_has_its_first_text(here):
@@ -618,6 +627,7 @@ def test_data_is_called_after_its_source(here):
     assert prepare(PrepareConfig(("notes/*.txt",))) == Path("data/notes")  # in Windows' shells
     assert name_after(("notes/a[1].txt",)) == "a[1]" and name_after(("*.md",)) == here.name
     names = {"my.novel.v2.txt": "my.novel.v2", ".txt": "txt", "a/B.JSONL.gz": "B", "a b/": "a b"}
+    names |= {"notes.csv": "notes", "page.HTML": "page", "b.json.gz": "b", "a.csv.md": "a.csv"}
     names |= {"hf:user/rows:config:train": "rows", "https://h.org/a/b.c.txt.gz?d=/e.txt": "b.c"}
     for source, name in names.items():
         assert name_after((source, "other.txt")) == name

@@ -165,6 +165,16 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path):
     assert end == "" and all("tokens/s" not in bar for bar in bars)
 
 
+def test_a_plan_that_changes_by_less_than_a_tenth_is_in_the_log_alone(tmp_path, capsys):
+    report = report_of(tmp_path, max_iters=100)
+    for steps in (109, 91, 90, 98, 99):
+        report.progress.max_iters = steps
+        report.new_plan(0.1, 0.7)
+    assert re.findall(r"the plan is now (\d+)", capsys.readouterr().out) == ["90", "99"]
+    assert [entry["max_iters"] for entry in read_log(tmp_path)] == [109, 91, 90, 98, 99]
+
+
+MORE_TIME = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
 A_LITTLE = "More time would help a little, and more text would help more."
 USED_UP = "More text would help now, more time would not: the model would overfit."
 
@@ -172,12 +182,12 @@ USED_UP = "More text would help now, more time would not: the model would overfi
 @pytest.mark.parametrize(
     "epochs, size, losses, help",
     [
-        (0.5, "0.02", (2.1, 2.0), "More time would help."),
-        (3.9, "0.00", (2.0, 2.1), "More time would help."),
-        (6.0, "2.00", (2.1, 2.0), A_LITTLE),
-        (6.0, "2.00", (2.0, 2.1), "The model has overfitted since step 10: more text would help."),
-        (6.0, "2.00", (2.0, 2.001), A_LITTLE),
-        (16, "0.00", (2.1, 2.0), USED_UP),
+        (0.5, "1,240", (2.1, 2.0), MORE_TIME),
+        (3.9, "0.0031", (2.0, 2.1), MORE_TIME),
+        (6.0, "2", (2.1, 2.0), A_LITTLE),
+        (6.0, "2", (2.0, 2.1), "The model has overfitted since step 10: more text would help."),
+        (6.0, "2", (2.0, 2.001), A_LITTLE),
+        (16, "0", (2.1, 2.0), USED_UP),
     ],
 )
 def test_the_last_lines_say_the_loss_and_what_is_next(epochs, size, losses, help, tmp_path, capsys):
@@ -186,7 +196,7 @@ def test_the_last_lines_say_the_loss_and_what_is_next(epochs, size, losses, help
         metrics = {"bits_per_byte": 1.23456, "step": step, "val_tokens": 4, "val_loss": loss}
         (tmp_path / f"checkpoint-{step}/metrics.json").write_text(json.dumps(metrics))
     data = SimpleNamespace(val=range(11), val_targets=10, n_tokens=500 * 1200 / epochs)
-    data.val_bytes = 10 * float(size) * 1e6 / data.n_tokens
+    data.val_bytes = 10 * float(size.replace(",", "")) * 1e6 / data.n_tokens
     sizes = {"batch_size": 5, "block_size": 100, "max_iters": 2000}
     report = report_of(tmp_path, step=1200, data=data, **sizes)
     report.close(stopped=False)

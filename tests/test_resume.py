@@ -216,7 +216,7 @@ def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
     output_of("train.py", "out/a/config.toml", "--out_dir=out/b", cwd=here)
     assert (here / "out/b/config.toml").read_text(encoding="utf-8") == text
     assert_equal(weights(here / "out/a", 20), weights(here / "out/b", 20))
-    once = {"resume", "auto_resume", "overwrite", "eval_only"}
+    once = {"resume", "auto_resume", "overwrite", "eval_only", "eval_all"}
     once |= {"allow_changed_model", "out_dir", "vocab_size", "models_before"}
     once |= {"muon_decay", "teacher_share"}  # which are None
     assert set(tomllib.loads(text)) == {field.name for field in fields(TrainConfig)} - once

@@ -5,6 +5,7 @@ import math
 import re
 from contextlib import nullcontext
 from operator import itemgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
@@ -12,6 +13,7 @@ import filelock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gptling.dataset import Dataset
 from gptling.evaluation import evaluate
@@ -410,6 +412,23 @@ def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     assert f"{best['bits_per_byte']:.4f} bits per byte" in output
     assert f"checkpoint-{best['step']}, over" in output
     assert (contents(trained), write_times(trained)) == before
+
+
+def test_eval_all_gives_the_loss_over_both_splits(trained):
+    flags = ["--eval_only", "--init_from=out/mine", "--dataset=mine", "--block_size=8"]
+    output = output_of("train.py", *flags, "--eval_all", cwd=trained)
+    paths = (trained / f"data/mine/{name}.npy" for name in ("train-00000", "val"))
+    ids = torch.from_numpy(np.concatenate([np.load(path) for path in paths]).astype(int))
+    model = load(GPT, trained / re.search("out/mine/checkpoint-[0-9]+", output)[0])
+    total = 0.0
+    with torch.no_grad():
+        n = len(ids) - 1
+        for start in range(0, n, 8):
+            part = ids[start : start + 9]
+            logits = model(part[None, :-1])[0][0]
+            total += F.cross_entropy(logits, part[1:], reduction="sum").item()
+    assert float(output.split()[0]) == pytest.approx(total / n, abs=2e-4)
+    assert f"over {n:,} tokens of {Path('data/mine')}\n" in output
 
 
 def test_quick_start_prepares_its_corpus(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
     python -m tests.try_model /tmp/try                         # a directory to work in
     python -m tests.try_model /tmp/try --n_kv_head=2           # with flags for train.py
     python -m tests.try_model /tmp/try -- --tokenizer=words    # and for prepare.py
+    python -m tests.try_model --device=mps                     # only the losses, beside a CPU's
 
 A tiny model is trained for 16 steps. A run that is stopped at steps 9 and 12 and resumed must end
 with the same weights, and two processes must have the same losses. The validation loss must be the
@@ -15,10 +16,12 @@ import contextlib
 import io
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -85,6 +88,18 @@ def check_training(flags: list[str], prepare_flags: list[str]) -> Path:
         # Later a term that is no mean over tokens makes a difference.
         assert abs(one - other) < 1e-3 * one, f"loss {one}, with two processes {other}"
     return newest
+
+
+def compare_devices(flags: list[str]):
+    """Print the losses on a CPU beside those of the --device in flags, to paste into a report."""
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    script(prepare, "text.txt", "--overwrite")
+    for run, device in (("out/cpu", ["--device=cpu"]), ("out/other", flags)):
+        script(train, *FLAGS, *device, f"--out_dir={run}", "--overwrite")
+    print(f"\nPyTorch {torch.__version__}, {platform.platform()}\nstep  cpu      {' '.join(flags)}")
+    pairs = zip(losses("out/cpu"), losses("out/other"), strict=True)
+    for step, (cpu, other) in enumerate(pairs, start=1):
+        print(f"{step:4}  {cpu:.5f}  {other:.5f}")
 
 
 def losses(run: str) -> list[float]:
@@ -165,6 +180,9 @@ def check_generation(model: GPT):
 def main():
     if not sys.argv[1:]:
         sys.exit(__doc__)
+    if sys.argv[1].startswith("--device"):
+        with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+            return compare_devices(sys.argv[1:])
     directory, *flags = sys.argv[1:]
     at = flags.index("--") if "--" in flags else len(flags)
     Path(directory).mkdir(parents=True, exist_ok=True)
