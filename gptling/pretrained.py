@@ -32,7 +32,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
             f"{path}: no checkpoint there (a directory with a config.json). "
             f'runs: {[*map(str, runs)]}. To continue a text: sample.py --prompt "{path}"'
         )
-    from huggingface_hub import snapshot_download  # installed with tokenizers
+    from huggingface_hub import snapshot_download  # slow to import
 
     files = ["config.json", "model.safetensors", "tokenizer.json"]
     try:

@@ -77,6 +77,16 @@ def test_what_commands_install_and_run_is_there():
             assert (ROOT / words[1]).is_file(), f"{page}: {words[1]}"
 
 
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = sum(project["optional-dependencies"].values(), project["dependencies"])
+    names = {re.match(r"[\w-]+", line)[0] for line in declared}
+    known = names | sys.stdlib_module_names | {"gptling", "model", "prepare", "train", "sample"}
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("gptling/*.py")]:
+        imports = re.findall(r"^ *(?:import|from) (\w+)", file.read_text(encoding="utf-8"), re.M)
+        assert set(imports) <= known, file
+
+
 # What makes the commands of the README quick. "shakespeare" is a folder here.
 QUICK = {
     "train.py": "--max_iters=4 --eval_interval=4 --eval_tokens=64 --n_layer=1 --curves=False",
