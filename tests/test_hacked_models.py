@@ -533,8 +533,6 @@ LOGGED["A value that changes in training, and a number in the log"] = "smooth"
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != TOKENIZER])
 def test_a_recipe_has_an_effect_and_resumes_bit_for_bit(name, run, tmp_path):
-    (tmp_path / "other.txt").write_text(TEXT[::-1])
-    run_here("prepare.py", "other.txt", "--tokenizer=data/mine", cwd=tmp_path)
     changes = [(old, new) for _, old, new in RECIPES[name]]
     said, (whole, again) = resumed_and_not(run, changes, tmp_path, 4)
     assert "warning" not in said and whole == again
