@@ -148,7 +148,7 @@ def read_preset(name: str) -> dict[str, Any]:
     that has no config/NAME.toml of its own."""
     if not name.endswith(".toml"):
         raise UserError(
-            f"{name} is no preset: python prepare.py {name} reads a text, "
+            f"{name} is not a preset: python prepare.py {name} reads a text, "
             f"--dataset={name} trains on prepared data, --out_dir={name} --resume continues a run"
         )
     file = Path(name)
@@ -157,7 +157,7 @@ def read_preset(name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
-        raise UserError(f"{name} is no preset like config/gpt2.toml ({error})") from None
+        raise UserError(f"{name} is not a preset such as config/gpt2.toml ({error})") from None
 
 
 def parse_flag(word: str, following: str, hints: dict[str, Any]) -> tuple[str, str]:

@@ -113,14 +113,14 @@ def advice(config, data, step: int, overfitted_since: int | None) -> str:
     """Return how often the text was seen by step `step`, the last one, and whether more text or
     more time would help. overfitted_since: the step with the lowest validation loss, if the loss
     has risen clearly since then."""
-    megabytes = data.n_tokens * data.val_bytes / data.val_targets / 1e6
+    megabytes = round(data.n_tokens * data.val_bytes / data.val_targets / 1e6, 3)
     epochs = step * tokens_per_step(config) / data.n_tokens
     if overfitted_since and epochs >= GOOD_EPOCHS:
         hint = f"The model has overfitted since step {overfitted_since}: more text would help."
     elif step >= most_steps(config, data.n_tokens):
-        hint = "More text would help now, more time would not: the model would overfit."
+        hint = "More text would help now. More time would not, because the model would overfit."
     elif epochs < GOOD_EPOCHS:
         hint = "More time would help."
     else:
         hint = "More time would help a little, and more text would help more."
-    return f"The model has seen {megabytes:,.2f} MB of text {epochs:.2g} times. {hint}"
+    return f"The model has seen {megabytes:,} MB of text {epochs:.2g} times. {hint}"

@@ -305,4 +305,4 @@ def complete(config, longest: int | None, set_up, processes):
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
     if planner.busy:
-        print("The machine is busy with other programs: this plan is small.")
+        print("The machine is busy with other programs, so this plan is small.")

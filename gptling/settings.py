@@ -97,12 +97,14 @@ def resume_or_begin(config, given: dict, length_flag: str, start: Start):
     run.acquire()
     checkpoints = list_checkpoints(run.path)
     if config.resume and not checkpoints:
-        ways = "begin without --resume, or give another --out_dir"
-        raise UserError(f"{run.path} has no checkpoint to resume: {ways}")
+        raise UserError(
+            f"{run.path} has no checkpoint to resume: "
+            "begin without --resume, or give another --out_dir"
+        )
     if checkpoints and not config.overwrite:
         if not (config.resume or config.auto_resume):
             ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
-            raise UserError(f"{run.path} holds a run: {ways}")
+            raise UserError(f"{run.path} already has a run: {ways}")
         start.checkpoint = check_files(checkpoints[-1])
         start.saved = load_training_state(start.checkpoint)
     step = start.saved["progress"]["step"] if start.saved else 0
@@ -120,10 +122,10 @@ def resume_or_begin(config, given: dict, length_flag: str, start: Start):
     config = resumed_config(config, saved, given)
     if step >= config.max_iters and not is_longer:
         if config.auto_resume:
-            print(f"{run.path} has all its {config.max_iters} steps")
+            print(f"{run.path} has finished its {config.max_iters} steps")
             sys.exit()
-        ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets an end"
-        raise UserError(f"{run.path} has all its {config.max_iters} steps: {ways}")
+        ways = f"--minutes=5 adds five minutes, --max_iters={2 * config.max_iters} sets a new end"
+        raise UserError(f"{run.path} has finished its {config.max_iters} steps: {ways}")
     return config
 
 
@@ -139,11 +141,11 @@ def resumed_config(config, saved: dict, given: dict):
         if name in once:
             continue
         if name not in settings:
-            print(f"{name}: {value} in the run, unknown to this code")
+            print(f"{name}: {value} in the run, which this code does not know")
             continue
         if value != before:
             if name in fixed:
-                raise UserError(f"--{name}={value}: the run has {before}; give another --out_dir")
+                raise UserError(f"--{name}={value}: the run has {before}: give another --out_dir")
             print(f"{name}: {before} -> {value}")
         settings[name] = value
     return type(config)(**settings)
@@ -179,7 +181,7 @@ def change_length(config, flag: str, progress: dict):
         config.minutes = 0.0
     elif flag == "minutes" and config.resume:
         steps = max(1, round(60 * config.minutes * progress["step"] / progress["seconds"]))
-        print(f"plan for {config.minutes:g} more min: about {steps:,} more steps")
+        print(f"about {steps:,} more steps in {config.minutes:g} min")
         config.minutes += progress["seconds"] / 60
         config.max_iters = progress["step"] + steps
 
@@ -190,4 +192,4 @@ def check_schedule(config):
         rates = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
         raise UserError(f"{rates}: give a lower --min_lr")
     if config.warmup_iters > config.max_iters:
-        print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
+        print(f"--warmup_iters={config.warmup_iters}: the run ends at step {config.max_iters}")

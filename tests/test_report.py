@@ -166,18 +166,18 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path):
 
 
 A_LITTLE = "More time would help a little, and more text would help more."
-USED_UP = "More text would help now, more time would not: the model would overfit."
+USED_UP = "More text would help now. More time would not, because the model would overfit."
 
 
 @pytest.mark.parametrize(
     "epochs, size, losses, help",
     [
         (0.5, "0.02", (2.1, 2.0), "More time would help."),
-        (3.9, "0.00", (2.0, 2.1), "More time would help."),
-        (6.0, "2.00", (2.1, 2.0), A_LITTLE),
-        (6.0, "2.00", (2.0, 2.1), "The model has overfitted since step 10: more text would help."),
-        (6.0, "2.00", (2.0, 2.001), A_LITTLE),
-        (16, "0.00", (2.1, 2.0), USED_UP),
+        (3.9, "0.003", (2.0, 2.1), "More time would help."),
+        (6.0, "2.0", (2.1, 2.0), A_LITTLE),
+        (6.0, "2.0", (2.0, 2.1), "The model has overfitted since step 10: more text would help."),
+        (6.0, "2.0", (2.0, 2.001), A_LITTLE),
+        (16, "0.0", (2.1, 2.0), USED_UP),
     ],
 )
 def test_the_last_lines_say_the_loss_and_what_is_next(epochs, size, losses, help, tmp_path, capsys):
