@@ -82,7 +82,7 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     settings = checkpoint.parent / "config.toml"
     if not (config.prompt or config.interactive) and settings.is_file():
         if b'dataset = "quickstart"' in settings.read_bytes():
-            print("the default prompt for the quick start's text is def", file=sys.stderr)
+            print("the quick start's text is Python, hence --prompt def", file=sys.stderr)
             return ["def"]
     return [config.prompt]
 

@@ -114,7 +114,7 @@ class TrainConfig(GPTConfig):
     def __post_init__(self):  # GPTConfig checks the sizes once they are known
         cli.check_numbers(self)
         if self.resume + self.auto_resume + self.overwrite + self.eval_only > 1:
-            raise ValueError("give one of --resume, --auto_resume, --overwrite and --eval_only")
+            raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
             raise ValueError("--eval_only needs a model: --init_from=out/NAME or --init_from=gpt2")
 
