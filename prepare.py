@@ -40,8 +40,8 @@ class PrepareConfig:
     encoding: str = "utf-8"  # encoding of text files that are not in UTF-8, such as cp1252
     field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
     tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
-    vocab_size: int = 0  # size of a bpe with its end-of-text token. 0: 4096, or auto's choice
-    name: Empty[str] = ""  # directory under data/. Default: the name of the first source
+    vocab_size: int = 0  # number of tokens of a bpe, with end-of-text. 0: 4096, or auto's choice
+    name: Empty[str] = ""  # directory under data/. Default: the first source's name
     overwrite: bool = False  # replace data/NAME if it exists
 
     def __post_init__(self):

@@ -32,21 +32,21 @@ from model import GPT, next_token_probs
 
 @dataclass
 class SampleConfig:
-    model: tyro.conf.Positional[Empty[str]] = ""  # a run, checkpoint or gpt2. Default: newest run
-    prompt: Empty[str] = ""  # text to continue. \n is a newline, - reads it from standard input
-    prompts: Empty[str] = ""  # file with one prompt per line, completed as one batch
+    model: tyro.conf.Positional[Empty[str]] = ""  # run, checkpoint or gpt2. Default: the newest run
+    prompt: Empty[str] = ""  # text to continue. \n is a newline. - reads standard input
+    prompts: Empty[str] = ""  # file with a prompt per line, continued as one batch
     interactive: bool = False  # ask for one prompt after another
     num_samples: PositiveInt = 1  # samples per prompt
-    max_new_tokens: int = 500  # tokens to generate. An end-of-text token stops earlier
-    temperature: float = 0.8  # lower is more predictable. 0 is greedy decoding
+    max_new_tokens: int = 500  # tokens to generate. An end-of-text token ends a text earlier
+    temperature: float = 0.8  # lower values are more predictable. 0: greedy decoding
     top_k: int = 200  # sample from the k most likely tokens. 0: from all
     top_p: float = 1.0  # sample from the fewest tokens whose probabilities reach this sum. 1: all
     min_p: float = 0.0  # drop tokens less likely than this fraction of the most likely one
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # stop before this text. \n is a newline
-    seed: int = 1337  # random seed: same seed and settings, same text
+    seed: int = 1337  # random seed. The same seed and settings give the same text
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"  # auto picks cuda or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of the weights
-    compile: bool = False  # use torch.compile on CUDA: slow to start, faster for long texts
+    compile: bool = False  # use torch.compile on CUDA: slower to start, faster for long texts
     explain: Empty[str] = ""  # write a web page with token probabilities and attention
 
     def __post_init__(self):
@@ -82,7 +82,7 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     settings = checkpoint.parent / "config.toml"
     if not (config.prompt or config.interactive) and settings.is_file():
         if b'dataset = "quickstart"' in settings.read_bytes():
-            print("the quick start's text is Python: by default --prompt def", file=sys.stderr)
+            print("the quick start's text is Python, hence --prompt def", file=sys.stderr)
             return ["def"]
     return [config.prompt]
 
@@ -148,7 +148,7 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
 
 def converse(model: GPT, tokenizer, config: SampleConfig):
     """Complete one prompt after another from standard input, until an empty line."""
-    print("Type a prompt and Enter. Ctrl-C stops a text, an empty line quits.", file=sys.stderr)
+    print("Type a prompt, then Enter. Ctrl-C ends a text, an empty line quits.", file=sys.stderr)
     print("> ", end="", file=sys.stderr, flush=True)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     while prompt := sys.stdin.readline().rstrip("\r\n"):

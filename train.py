@@ -1,18 +1,18 @@
 """Train a GPT. Most runs need no more than these flags:
 
-    --dataset=mine     the text: data/mine, made by prepare.py. Default: Python's standard library
-    --minutes=10       time budget. Or --max_iters=500: a number of steps
-    --out_dir=out/mine directory of checkpoints and the log
+    --dataset=mine     train on data/mine, which prepare.py writes. Default: Python's library
+    --minutes=10       set a time budget. Or --max_iters=500: set a number of steps
+    --out_dir=out/mine write checkpoints and the log there. Default: out/DATASET
     --resume           continue the run in out_dir
-    --init_from=gpt2   start from a run, a checkpoint, or a GPT-2 of the hub
+    --init_from=gpt2   start from a run, a checkpoint, or a GPT-2 on the hub
 
     python train.py                                    # the quick start: one minute
     python train.py --dataset=mine --minutes=10        # the best model of data/mine in ten minutes
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
-writes out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format), log.jsonl, config.toml, and
-loss.png if matplotlib is installed
+This writes to out/NAME/: checkpoint-N/ (Hugging Face's GPT-2 format), log.jsonl, config.toml and,
+if matplotlib is installed, loss.png.
 
 References:
 - Loshchilov and Hutter 2019, AdamW, https://arxiv.org/abs/1711.05101
@@ -50,80 +50,80 @@ class TrainConfig(GPTConfig):
     changes a Fixed one is refused by --resume. What is set Once is not kept with the run."""
 
     # model
-    block_size: cli.Fixed[Planned[PositiveInt]] = None  # context length: tokens of a sequence
+    block_size: cli.Fixed[Planned[PositiveInt]] = None  # context length in tokens
     n_layer: Planned[PositiveInt] = None  # number of transformer blocks
     n_head: Planned[PositiveInt] = None  # attention heads per block
     n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
     dropout: Planned[Share] = None  # share of activations set to 0 in training
-    bpe_dropout: Planned[Share] = None  # share of BPE merges left out: words are split at random
+    bpe_dropout: Planned[Share] = None  # share of BPE merges to skip, which splits words at random
     bias: cli.Fixed[bool] = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: cli.Once[cli.Hidden[int]] = 1  # the number of tokens in the tokenizer
     models_before: cli.Once[cli.Hidden[int]] = 0  # models that this run has trained before
-    # round the vocabulary size up to a multiple. 128 suits GPUs
+    # round the vocabulary size up to a multiple of this. 128 suits GPUs
     vocab_multiple: cli.Fixed[PositiveInt] = 1
     # data
-    dataset: str = "quickstart"  # name of a directory under data/, made by prepare.py
+    dataset: str = "quickstart"  # directory under data/ that prepare.py has written
     # learn from the probabilities of these runs or checkpoints, too, separated by commas
     teacher: str = ""
     teacher_share: Planned[Share] = None  # the teachers' share of the objective, beside the text's
     teacher_temperature: float = 1.0  # above 1, unlikely tokens of the teachers count more
     # run
-    minutes: float = 1.0  # time budget: what you do not set is planned for it. Or give --max_iters
-    max_iters: Planned[PositiveInt] = None  # number of training steps. It replaces --minutes
-    # directory of the checkpoints and the log. out/DATASET if empty
+    minutes: float = 1.0  # time budget. Settings without a value are planned. Or give --max_iters
+    max_iters: Planned[PositiveInt] = None  # number of training steps, instead of --minutes
+    # directory for checkpoints and the log. Default: out/DATASET
     out_dir: cli.Once[cli.Empty[str]] = ""
     # continue from out_dir's newest checkpoint. Flags override its settings
     resume: cli.Once[bool] = False
-    auto_resume: cli.Once[bool] = False  # resume if out_dir has a checkpoint, otherwise begin
-    overwrite: cli.Once[bool] = False  # move the run in out_dir to OUT_DIR.old, and begin
-    # start from: scratch, a run, a checkpoint, or a GPT-2 on the hub
+    auto_resume: cli.Once[bool] = False  # resume if out_dir has a checkpoint, otherwise start
+    overwrite: cli.Once[bool] = False  # move the run in out_dir to OUT_DIR.old, and start
+    # model to start from: scratch (a new one), a run, a checkpoint, or a GPT-2 on the hub
     init_from: cli.Fixed[str] = "scratch"
-    # continue although model.py computes something else now
+    # continue although model.py computes different logits now
     allow_changed_model: cli.Once[bool] = False
     seed: cli.Fixed[int] = 1337  # random seed: initialisation, data order, dropout, samples
     # optimizer
     batch_size: Planned[PositiveInt] = None  # sequences per micro-batch
     gradient_accumulation_steps: Planned[PositiveInt] = None  # micro-batches per step, in total
-    # optimizer of the matrices in the blocks. AdamW updates the rest
+    # optimizer for the matrices in the blocks. AdamW updates the other parameters
     optimizer: cli.Fixed[Literal["adamw", "muon"]] = "muon"
     learning_rate: Planned[float] = None  # AdamW's peak learning rate
-    muon_lr: Planned[float] = None  # Muon's peak rate in Keller Jordan's convention. Same schedule
-    muon_momentum: Planned[Share] = None  # Muon's momentum. Shorter runs prefer a lower value
-    weight_decay: Planned[float] = None  # weight decay of matrices. Biases and norms have none
-    muon_decay: Planned[float] = None  # Muon's weight decay. If it is not set, weight_decay's
+    muon_lr: Planned[float] = None  # Muon's peak learning rate, in Keller Jordan's convention
+    muon_momentum: Planned[Share] = None  # Muon's momentum. Lower values suit shorter runs
+    weight_decay: Planned[float] = None  # weight decay of matrices. Other parameters have none
+    muon_decay: Planned[float] = None  # Muon's weight decay, if it is not weight_decay
     beta1: Share = 0.9  # AdamW: decay rate of the moving average of gradients
     beta2: Share = 0.99  # AdamW: decay rate of the moving average of squared gradients
     grad_clip: float = 1.0  # clip the gradient norm to this. 0 disables clipping
     # schedule
     schedule: Literal["cosine", "linear"] = "linear"  # how the learning rate decays
     warmup_iters: Planned[int] = None  # steps of linear warm-up
-    hold: Share = 0.0  # linear: fraction of the steps after warm-up before the decay starts
+    hold: Share = 0.0  # linear: share of the steps after warm-up before the decay starts
     min_lr: Planned[float] = None  # final learning rate
     # evaluation
-    eval_only: cli.Once[bool] = False  # only evaluate init_from on the whole validation split
+    eval_only: cli.Once[bool] = False  # evaluate init_from on all validation text, and end
     eval_all: cli.Once[bool] = False  # --eval_only on the training split, too: on all of the text
-    # evaluate and save a checkpoint every so many steps, but not shortly before the last one
+    # steps between evaluations with a checkpoint. The last step always has one
     eval_interval: Planned[PositiveInt] = None
-    # validate on about this many tokens, evenly spread. 0: on all. -1: on few, at the end all
+    # number of tokens for an evaluation, evenly spread. 0: all. -1: few, but all at the end
     eval_tokens: Planned[cli.AtLeastMinus1] = None
-    keep_last: PositiveInt = 2  # recent checkpoints to keep, besides the best one
-    log_interval: PositiveInt = 10  # steps between lines of log.jsonl
+    keep_last: PositiveInt = 2  # number of recent checkpoints to keep, besides the best one
+    log_interval: PositiveInt = 10  # steps between entries of log.jsonl
     curves: bool = True  # write loss.png, if matplotlib is installed
     wandb: bool = False  # log to Weights & Biases
     # machine
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"  # auto picks cuda or cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # precision of matmuls
     compile: Literal["auto", True, False] = "auto"  # use torch.compile. auto: long runs on CUDA
-    recompute: bool = False  # save memory: recompute activations in the backward pass
-    deterministic: bool = False  # reproducible results on a GPU or compiled, at some cost
-    fsdp: bool = False  # shard the model over all processes, if it does not fit on one GPU
+    recompute: bool = False  # recompute activations in the backward pass, to save memory
+    deterministic: bool = False  # reproduce results on a GPU, or compiled, at some cost
+    fsdp: bool = False  # shard a model that does not fit on one GPU over all processes
 
     def __post_init__(self):  # GPTConfig checks the sizes once they are known
         cli.check_numbers(self)
         if self.resume + self.auto_resume + self.overwrite + self.eval_only > 1:
             raise ValueError("only one of --resume, --auto_resume, --overwrite and --eval_only")
         if self.eval_only and self.init_from == "scratch":
-            raise ValueError("--eval_only: say of what, --init_from=out/NAME or --init_from=gpt2")
+            raise ValueError("--eval_only needs a model: --init_from=out/NAME or --init_from=gpt2")
         if self.eval_all and not self.eval_only:
             raise ValueError("--eval_all needs --eval_only")
 

@@ -154,7 +154,7 @@ def read_preset(name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError is a ValueError
-        raise UserError(f"{name} is not a preset like config/gpt2.toml ({error})") from None
+        raise UserError(f"{name} is not a preset such as config/gpt2.toml ({error})") from None
 
 
 def parse_flag(word: str, following: str, hints: dict[str, Any]) -> tuple[str, str]:

@@ -157,7 +157,7 @@ def advice(config, data, step: int, overfitted_since: int | None) -> str:
     if overfitted_since and epochs >= GOOD_EPOCHS:
         hint = f"The model has overfitted since step {overfitted_since}: more text would help."
     elif step >= most_steps(config, data.n_tokens):
-        hint = "More text would help now, more time would not: the model would overfit."
+        hint = "More text would help now. More time would not, because the model would overfit."
     elif epochs < GOOD_EPOCHS:
         hint = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
     else:

@@ -50,7 +50,7 @@ class Dataset:
         self.longest = n_shared - 1  # tokens of the longest sequence that both splits have
         if self.longest < block_size:
             remedy = f"prepare more text, or lower --block_size={block_size}"
-            raise UserError(f"{directory} has sequences of {self.longest} tokens at most: {remedy}")
+            raise UserError(f"{directory} has sequences of at most {self.longest} tokens: {remedy}")
         self.block_size = block_size
         self.offset = 0  # see get_sequences
         self.validate_on(eval_tokens)
@@ -87,7 +87,7 @@ class Dataset:
         if not dropout:
             return
         if not has_merges(self.tokenizer):
-            reason = "the tokenizer is no BPE, and each text has one split"
+            reason = "the tokenizer is not a BPE, so a text has only one split"
             raise UserError(f"--bpe_dropout={dropout}: {reason}: give --bpe_dropout=0")
         self.train = vary_tokens(self.train, self.tokenizer, dropout, seed)
         self.n_tokens = sum(map(len, self.train)) // len(self.train)  # one copy's

@@ -311,4 +311,4 @@ def complete(config, longest: int | None, set_up, processes):
         needs = f"one model needs {planner.expected / 60:.2g} min"
         print(f"    {needs}, so more are trained, and the last one learns from the others")
     if planner.busy:
-        print("The machine is busy with other programs: this plan is small.")
+        print("The machine is busy with other programs, so this plan is small.")

@@ -34,7 +34,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
             f"Perhaps you mean one of {[*map(str, runs)]}. "
             f'To continue a text: sample.py --prompt "{path}"'
         )
-    from huggingface_hub import snapshot_download  # installed with tokenizers
+    from huggingface_hub import snapshot_download  # slow to import
 
     files = ["config.json", "model.safetensors", "tokenizer.json"]
     try:

@@ -126,12 +126,12 @@ class RunDirectory:
         if list_checkpoints(self.path):
             return
         if any(list_checkpoints(path) for path in self.path.iterdir()):
-            raise UserError(f"{self.path} holds other runs: give --out_dir={self.path}/NAME")
+            raise UserError(f"{self.path} contains other runs: give --out_dir={self.path}/NAME")
         settings = self.path / "config.toml"
         is_ours = settings.is_file() and settings.read_text("utf-8").startswith(HEADER)
         for file in (settings, self.path / "log.jsonl"):
             if file.exists() and not is_ours:
-                raise UserError(f"{file} is another program's: give another --out_dir")
+                raise UserError(f"{file} belongs to another program: give another --out_dir")
 
     def start(self, state):
         """Begin at the step of the state, once all is ready: move an old run to NAME.old, remove
@@ -143,7 +143,7 @@ class RunDirectory:
         progress = state.progress
         if progress.step == progress.steps_before == 0 and list_models(self.path):
             if not state.config.overwrite:  # since the plan was made, another training has ended
-                raise UserError(f"{self.path} holds a run by now: give another --out_dir")
+                raise UserError(f"{self.path} has another run by now: give another --out_dir")
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path)
@@ -215,6 +215,6 @@ class RunDirectory:
         self.write_settings(state.configuration())  # max_iters may have changed
         checkpoints = list_checkpoints(self.path)
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
-            print(f"checkpoints are for this model.py alone (model_type gptling): {why_not_gpt2}")
+            print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
         for path in set(checkpoints[: -state.config.keep_last]) - {best_checkpoint(self.path)}:
             delete_checkpoint(path)

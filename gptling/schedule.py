@@ -33,7 +33,7 @@ def micro_batches(config, world_size: int) -> tuple[int, int]:
     share, rest = divmod(sequences, world_size)
     if rest:
         raise UserError(
-            f"batch_size * gradient_accumulation_steps = {sequences} is no multiple of the "
+            f"batch_size * gradient_accumulation_steps = {sequences} is not a multiple of the "
             f"{world_size} processes: give another --batch_size"
         )
     size = min(share, config.batch_size)

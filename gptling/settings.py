@@ -57,8 +57,8 @@ class Start:
             state.progress.follow(self.progress)
         end = state.config.max_iters
         if state.progress.step >= end:
-            ways = f"--minutes=5 adds five minutes, --max_iters={2 * end} sets an end"
-            raise UserError(f"{self.run.path} has done all its {end} steps: {ways}")
+            ways = f"--minutes=5 adds five minutes, --max_iters={2 * end} sets a new end"
+            raise UserError(f"{self.run.path} has finished its {end} steps: {ways}")
         self.run.start(state)
         self.progress = state.progress
 
@@ -134,12 +134,14 @@ def resume_or_begin(config, given: dict, start: Start):
     run.acquire()
     checkpoints = list_models(run.path)
     if config.resume and not checkpoints:
-        ways = "begin without --resume, or give another --out_dir"
-        raise UserError(f"{run.path} has no checkpoint to resume: {ways}")
+        raise UserError(
+            f"{run.path} has no checkpoint to resume: "
+            "begin without --resume, or give another --out_dir"
+        )
     if checkpoints and not config.overwrite:
         if not (config.resume or config.auto_resume):
             ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
-            raise UserError(f"{run.path} holds a run: {ways}")
+            raise UserError(f"{run.path} already has a run: {ways}")
         start.checkpoint = check_files(checkpoints[-1])
         start.saved = load_training_state(start.checkpoint)
     step = start.saved["progress"]["step"] if start.saved else 0
@@ -162,7 +164,7 @@ def resume_or_begin(config, given: dict, start: Start):
         config.teacher = own_teachers(config)
     has_ended = step >= config.max_iters and not next_model(config, start.progress, run.processes)
     if config.auto_resume and has_ended:
-        print(f"{run.path} has done all its {config.max_iters} steps")
+        print(f"{run.path} has finished its {config.max_iters} steps")
         sys.exit()
     return config
 
@@ -179,11 +181,11 @@ def resumed_config(config, saved: dict, given: dict):
         if name in once:
             continue
         if name not in settings:
-            print(f"{name}: {value} in the run, unknown to this code")
+            print(f"{name}: {value} in the run, which this code does not know")
             continue
         if value != before:
             if name in fixed:
-                raise UserError(f"--{name}={value}: the run has {before}; give another --out_dir")
+                raise UserError(f"--{name}={value}: the run has {before}: give another --out_dir")
             print(f"{name}: {before} -> {value}")
         settings[name] = value
     return type(config)(**settings)
@@ -225,7 +227,7 @@ def change_length(config, flag: str, progress: Progress, processes):
         if next_model(config, progress, processes):
             return
         steps = max(1, round(60 * more * progress.step / (seconds - progress.began)))
-        print(f"plan for {more:g} more min: about {steps:,} more steps")
+        print(f"about {steps:,} more steps in {more:g} min")
         config.max_iters = progress.step + steps
 
 
@@ -235,4 +237,4 @@ def check_schedule(config):
         rates = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
         raise UserError(f"{rates}: give a lower --min_lr")
     if config.warmup_iters > config.max_iters:
-        print(f"--warmup_iters={config.warmup_iters}: the run ends first, at {config.max_iters}")
+        print(f"--warmup_iters={config.warmup_iters}: the run ends at step {config.max_iters}")

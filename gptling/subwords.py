@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import chain, pairwise
 
 import numpy as np
-import regex  # tiktoken requires it
+import regex
 import tiktoken
 
 from gptling.files import UserError

@@ -218,7 +218,7 @@ def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=())
     characters = set() if has_all_bytes(tokenizer) else set(plain)
     for character in sorted(characters):
         if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
-            raise UserError(f"{what}: the tokenizer lacks {character!r} (U+{ord(character):04X})")
+            raise UserError(f"{what}: the tokenizer has no {character!r} (U+{ord(character):04X})")
     try:
         return tokenizer.encode_to_numpy(text, allowed_special={*special}, disallowed_special=())
     except ValueError:  # the pattern's engine gives up on a million spaces in a row

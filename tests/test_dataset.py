@@ -117,7 +117,7 @@ def test_a_split_has_one_token_more_than_a_sequence_at_least(here):
         write_data(f"{train}-{val}", [1] * train, [1] * val)
     assert Dataset("17-17", 16).longest == 16
     for name in ("16-17", "17-16"):
-        with pytest.raises(UserError, match=r"sequences of 15 tokens at most.* --block_size=16"):
+        with pytest.raises(UserError, match=r"sequences of at most 15 tokens.* --block_size=16"):
             Dataset(name, 16)
 
 

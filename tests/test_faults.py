@@ -89,9 +89,9 @@ def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
 
 def test_a_run_that_has_ended_ends_a_chain_of_jobs_without_an_error(finished):
     process = run_script("train.py", *MINE, "--auto_resume", cwd=finished)
-    assert "out/mine has done all its 20 steps" in said(process)
+    assert "out/mine has finished its 20 steps" in said(process)
     preset = ["out/mine/config.toml", *RESUME]  # it has minutes and max_iters
-    one_line(run_here("train.py", *preset, cwd=finished), "done all its 20 steps", "--minutes=5")
+    one_line(run_here("train.py", *preset, cwd=finished), "finished its 20 steps", "--minutes=5")
 
 
 def test_data_whose_shards_are_not_those_of_meta_json_are_refused(here):
@@ -122,13 +122,13 @@ def test_a_directory_that_holds_other_runs_or_files_is_refused(finished):
     before = contents(finished / "out")
     for more in ([], ["--overwrite"]):
         process = run_here("train.py", *MINE, "--out_dir=out", *more, cwd=finished)
-        one_line(process, "out holds other runs", "--out_dir=out/NAME")
+        one_line(process, "out contains other runs", "--out_dir=out/NAME")
     theirs = finished / "results"
     theirs.mkdir()
     for name, text in (("log.jsonl", '{"loss": 1.5}\n'), ("config.toml", "title = 1\n")):
         (theirs / name).write_text(text)
         process = run_here("train.py", *MINE, "--out_dir=results", cwd=finished)
-        one_line(process, "is another program's", "--out_dir")
+        one_line(process, "belongs to another program", "--out_dir")
     assert (theirs / "log.jsonl").read_text() == '{"loss": 1.5}\n'
     assert contents(finished / "out") == before
 

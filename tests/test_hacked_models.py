@@ -424,12 +424,8 @@ def test_a_validation_loss_that_is_no_cross_entropy_is_reported(run, tmp_path):
 
 
 LOOP = "        batch = data.batch(config, step, processes)"
-EVALUATE = "            progress.update_best(metrics)\n"
-STATE = "    state = State(config, model, optimizers, start.sources, scaler=scaler)\n"
 SET_UP = "    processes.catch_signals()\n"
 DONE = "        progress.step = done\n"
-AVERAGE = "    average = torch.optim.swa_utils.AveragedModel(model)\n"
-UPDATE = DONE + "        average.update_parameters(model)\n"
 
 
 def resumed_and_not(run, changes, tmp_path, step: int, *flags) -> list[bytes]:
@@ -441,23 +437,6 @@ def resumed_and_not(run, changes, tmp_path, step: int, *flags) -> list[bytes]:
     said += run(changes, "train", "--out_dir=out/again", "--resume")
     runs = [out / name / "checkpoint-6" for name in ("mine", "again")]
     return said, [(path / "model.safetensors").read_bytes() for path in runs]
-
-
-def test_further_state_is_saved_and_resumed(run, tmp_path):
-    """An average of all weights, by the recipe in docs/contributing.md."""
-    state = STATE, AVERAGE + STATE.replace("scaler=scaler", "scaler=scaler, average=average")
-    its_loss = 'evaluation.evaluate(average, *validation)["val_loss"]'
-    line = f'            metrics["average_loss"] = {its_loss}\n'
-    said, (whole, again) = resumed_and_not(
-        run, (state, (DONE, UPDATE), (EVALUATE, EVALUATE + line)), tmp_path, 4
-    )
-    assert "warning" not in said and whole == again
-    runs = [tmp_path / "out" / name / "checkpoint-6" for name in ("mine", "again")]
-    states = [load_training_state(path)["stateful"]["average"] for path in runs]
-    assert states[0]["n_averaged"] == 6
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    metrics = [json.loads((path / "metrics.json").read_text()) for path in runs]
-    assert metrics[0] == metrics[1] and metrics[0]["average_loss"] != metrics[0]["val_loss"]
 
 
 def test_a_setting_that_the_schedule_changed_is_restored(run, tmp_path):
@@ -498,12 +477,12 @@ def test_a_deliberate_change_resumes_from_weights_of_another_model(run, tmp_path
     """The code of both is kept."""
     run((), "train", *TRAIN)
     error = run((RELU,), "train", *RESUME, "--max_iters=8", code=1)
-    assert "computes other logits" in error and "--allow_changed_model" in error
+    assert "is not the model of this checkpoint" in error and "--allow_changed_model" in error
     said = run((RELU,), "train", *RESUME, "--max_iters=8", "--allow_changed_model")
     assert "in only one: none; logits: other\nchanged since that checkpoint: model.py\n" in said
     run((RELU,), "sample", "out/mine", "--max_new_tokens=3")
     error = run((), "sample", "out/mine", code=1)
-    assert "computes other logits" in error
+    assert "is not the model of this checkpoint" in error
     assert error.endswith("(the code that made it: out/mine/checkpoint-8/model.py)\n")
     for step, code in ((6, ()), (8, (RELU,))):  # each has its own
         for name in ("model", "train"):
@@ -528,6 +507,67 @@ def test_a_new_parameter_that_leaves_the_logits_as_they_are_needs_no_flag(run, t
     names = old.keys() & new[0].keys()
     assert names and all(torch.equal(old[name], new[0][name]) for name in names)
     assert new[0]["h.1.gate"] == 1
+
+
+# ---------------------------------------------------------------------------- docs/recipes.md
+
+
+def read_recipes() -> dict[str, list[tuple]]:
+    """{heading: [(file, a text in it, what replaces that)]}"""
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    recipes = {}
+    for heading, block in re.findall(r"^## (.*?)\n.*?^```diff\n(.*?)^```", page, re.M | re.S):
+        recipes[heading] = []
+        for file, lines in re.findall(r"^@@ (\S+)\n(.*?)(?=^@@|\Z)", block, re.M | re.S):
+            old, new = (re.sub(f"(?m)^[{s}].*\n|^.", "", lines) for s in ("+", "-"))
+            assert (ROOT / file).read_text(encoding="utf-8").count(old) == 1, (heading, old)
+            recipes[heading].append((file, old, new))
+    return recipes
+
+
+RECIPES = read_recipes()
+TOKENIZER = "A tokenizer that tiktoken cannot hold"
+LOGGED = {"An average of the weights": "average_loss"}
+LOGGED["A value that changes in training, and a number in the log"] = "smooth"
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != TOKENIZER])
+def test_a_recipe_has_an_effect_and_resumes_bit_for_bit(name, run, tmp_path):
+    changes = [(old, new) for _, old, new in RECIPES[name]]
+    said, (whole, again) = resumed_and_not(run, changes, tmp_path, 4)
+    assert "warning" not in said and whole == again
+    out = tmp_path / "out"
+    states = [load_training_state(out / run / "checkpoint-6") for run in ("mine", "again")]
+    torch.testing.assert_close(*(state["stateful"] for state in states), rtol=0, atol=0)
+    if name in LOGGED:
+        assert sum(LOGGED[name] in entry for entry in read_log(out / "mine")) in (2, 6)
+    else:
+        run((), "train", *TRAIN, "--out_dir=out/plain")
+        assert whole != (out / "plain/checkpoint-6/model.safetensors").read_bytes()
+    if (out / "mine/average").exists():
+        run((), "sample", "out/mine/average", "--max_new_tokens=3")
+
+
+@SLOW
+def test_the_recipe_of_a_tokenizer_gives_its_ids_here_and_in_transformers(tmp_path):
+    copy_edited(tmp_path, ["model.py", "train.py", "sample.py", "prepare.py", "gptling"], ())
+    for file, old, new in RECIPES[TOKENIZER]:
+        text = (tmp_path / file).read_text(encoding="utf-8")
+        (tmp_path / file).write_text(text.replace(old, new), encoding="utf-8")
+    (tmp_path / "mine.txt").write_text(TEXT)
+    code = (
+        "from transformers import AutoTokenizer; from prepare import load_tokenizer; "
+        "ids = load_tokenizer('out/mine').encode_ordinary('12 green'); print(ids, "
+        "ids == AutoTokenizer.from_pretrained('out/mine/checkpoint-2').encode('12 green'))"
+    )
+    for words in (
+        "prepare.py mine.txt --tokenizer=longest --vocab_size=300",
+        f"train.py --dataset=mine {' '.join(TINY)} --max_iters=2 --eval_interval=2",
+        "sample.py out/mine --max_new_tokens=9",
+    ):
+        subprocess.run([sys.executable, *words.split()], cwd=tmp_path, check=True)
+    checked = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
+    assert "True" in checked
 
 
 # ---------------------------------------------------------------------------- docs/experiments

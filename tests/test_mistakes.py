@@ -108,7 +108,7 @@ MISTAKES = [
     ("train.py TINY --dataset=mine --out_dir=file/run", "file"),
     ("train.py --resume --auto_resume", "only one of", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
-    ("train.py --resume --out_dir=out/mine", "all its 20 steps", "--max_iters=40", "--minutes=5"),
+    ("train.py --resume --out_dir=out/mine", "its 20 steps", "--max_iters=40", "--minutes=5"),
     ("train.py --minutes=0", "--minutes=0", "--max_iters"),
     ("train.py --max_iters=9 --minutes=0", "--minutes=0", "--max_iters"),
     # The run has ended, too, which is the lesser reason.

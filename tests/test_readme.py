@@ -77,6 +77,16 @@ def test_what_commands_install_and_run_is_there():
             assert (ROOT / words[1]).is_file(), f"{page}: {words[1]}"
 
 
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = sum(project["optional-dependencies"].values(), project["dependencies"])
+    names = {re.match(r"[\w-]+", line)[0] for line in declared}
+    known = names | sys.stdlib_module_names | {"gptling", "model", "prepare", "train", "sample"}
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("gptling/*.py")]:
+        imports = re.findall(r"^ *(?:import|from) (\w+)", file.read_text(encoding="utf-8"), re.M)
+        assert set(imports) <= known, file
+
+
 # What makes the commands of the README quick. "shakespeare" is a folder here.
 QUICK = {
     "train.py": "--max_iters=4 --eval_interval=4 --eval_tokens=64 --n_layer=1 --curves=False",
@@ -87,7 +97,7 @@ QUICK = {
 
 @pytest.mark.slow
 def test_the_blocks_of_the_readme_run_in_their_order_in_one_folder(tmp_path):
-    """In a repository of its own. Installing and the tests are left out: CI runs these commands."""
+    """In a repository of its own. Lines that set up or test are left out: CI runs them."""
     listed = subprocess.check_output("git ls-files -co --exclude-standard".split(), cwd=ROOT)
     for name in filter(os.path.isfile, listed.decode().splitlines()):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -103,10 +113,9 @@ def test_the_blocks_of_the_readme_run_in_their_order_in_one_folder(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for language, block in re.findall(r"^```(sh|python)\n(.*?)^```", text, re.M | re.S):
         (tmp_path / "block.py").write_text(block, encoding="utf-8")
-        lines = commands(block) if language == "sh" else [["python", "block.py"]]
-        for words in lines:
-            if words[0] in ("pip", "pytest"):
-                continue
+        set_up = r"^(#|git clone|cd|python -m venv|\. |pip) ?.*\n"
+        block = re.sub(set_up, "", block, flags=re.M) if language == "sh" else "python block.py"
+        for words in commands(block):
             script = next((word for word in words if word in QUICK), None)
             words = [sys.executable if word == "python" else word for word in words]
             words += QUICK[script].split() if script else []

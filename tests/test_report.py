@@ -176,7 +176,7 @@ def test_a_plan_that_changes_by_less_than_a_tenth_is_in_the_log_alone(tmp_path, 
 
 MORE_TIME = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
 A_LITTLE = "More time would help a little, and more text would help more."
-USED_UP = "More text would help now, more time would not: the model would overfit."
+USED_UP = "More text would help now. More time would not, because the model would overfit."
 
 
 @pytest.mark.parametrize(

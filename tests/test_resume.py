@@ -178,7 +178,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished):
     assert "max_iters: 20 -> 25" in output and "learning_rate: 0.01 -> 0.005" in output
     assert "batch_size: 4 -> 2" in output and "gradient_accumulation_steps: 1 -> 2" in output
     assert "dataset: mine -> better name" in output and "n_embd" not in output
-    assert "--warmup_iters=30: the run ends first, at 25" in output
+    assert "--warmup_iters=30: the run ends at step 25" in output
     assert "the learning rate jumps from 0.001 to 0.00333 at step 20" in output
     config = tomllib.loads((finished / "out/mine/config.toml").read_text("utf-8"))
     assert (config["max_iters"], config["learning_rate"], config["n_embd"]) == (25, 5e-3, 16)
@@ -194,7 +194,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished):
 )
 def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
     saved = asdict(small())
-    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}; give"):
+    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}: give"):
         resumed_config(small(), saved, {flag: value})
 
 
@@ -204,7 +204,7 @@ def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys
     del saved["keep_last"]  # a setting that the run does not have yet
     now = small(resume=True, allow_changed_model=True)
     assert resumed_config(now, saved, {}) == replace(now, minutes=2.0)
-    assert capsys.readouterr().out == "ema: 0.9 in the run, unknown to this code\n"
+    assert capsys.readouterr().out == "ema: 0.9 in the run, which this code does not know\n"
 
 
 def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
@@ -237,7 +237,7 @@ def test_resume_with_minutes_trains_so_many_more_and_changes_no_setting_after_se
     copy_edited(finished, ["gptling", "model.py", "prepare.py", "train.py"], changes)
     flags = ["--dataset=mine", "--resume", "--minutes=0.02"]
     output = output_of(finished / "train.py", *flags, cwd=finished)
-    assert "plan for 0.02 more min: about 24 more steps" in output and ", from step 20" in output
+    assert "about 24 more steps in 0.02 min" in output and ", from step 20" in output
     config, log = tomllib.loads((run / "config.toml").read_text()), read_log(run)
     assert config["minutes"] == pytest.approx(0.02 + 1 / 60)
     assert 20 < config["max_iters"] == log[-1]["step"] < 44 and "the plan is now" in output

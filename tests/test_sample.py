@@ -39,7 +39,7 @@ def test_backslash_n_is_a_newline_in_flags_and_nowhere_else(trained):
     process = run_here("sample.py", "out/mine", *common, r"wall,\n1", cwd=trained)
     assert process.stdout.decode() == "wall,\n1\n"
     process = run_here("sample.py", "out/mine", *common, "-", cwd=trained, stdin=r"wall,\n1")
-    assert r"lacks '\\'" in process.stderr.decode()
+    assert r"has no '\\'" in process.stderr.decode()
 
 
 def test_a_run_on_pythons_source_begins_with_def(letters, tmp_path):
@@ -79,7 +79,7 @@ def test_end_of_text_in_a_prompt_is_its_token(letters, way):
     plain = build_tokenizer("char", ["abcdef<|endoftext|"], end_of_text=False)
     (letters / "tokenizer.json").write_text(tokenizer_to_json(plain), encoding="utf-8")
     process = run_here("sample.py", *arguments, cwd=letters, stdin="ab<|endoftext|>\n\n")
-    assert "the prompt: the tokenizer lacks '>'" in process.stderr.decode()
+    assert "the prompt: the tokenizer has no '>'" in process.stderr.decode()
 
 
 def test_special_tokens_in_a_prompt_are_those_of_transformers(tmp_path):

@@ -80,4 +80,4 @@ def test_a_run_with_other_tokens_resumes_bit_for_bit(tmp_path):
     assert logs[0][0]["loss"] != logs[1][0]["loss"]
     assert logs[0][-1]["val_tokens"] == logs[1][-1]["val_tokens"]
     process = run_here("train.py", *flags, "--dataset=char", "--out_dir=out/char", cwd=tmp_path)
-    one_line(process, "--bpe_dropout=0.1", "the tokenizer is no BPE", "give --bpe_dropout=0")
+    one_line(process, "--bpe_dropout=0.1", "the tokenizer is not a BPE", "give --bpe_dropout=0")

@@ -179,4 +179,4 @@ def test_a_run_of_several_models_loses_nothing_when_it_is_killed(here):
         assert (runs[0] / name).read_bytes() == (runs[1] / name).read_bytes()
     models = [load_file(run / "model.safetensors") for run in list_models(runs[0])]
     assert len({model["wte.weight"].sum().item() for model in models}) == len(models)
-    assert b"has done all its 24 steps" in run_script(script, *flags, cwd=here).stdout
+    assert b"has finished its 24 steps" in run_script(script, *flags, cwd=here).stdout

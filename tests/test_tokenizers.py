@@ -186,7 +186,7 @@ def test_a_character_without_a_token_is_an_exception_in_python(tmp_path):
     for kind in (tokenizer, load_tokenizer(store(tmp_path, tokenizer_to_json(tokenizer)))):
         assert kind.encode(f"a{END_OF_TEXT}", allowed_special="all")[1] == kind.eot_token
         for method in (kind.encode, kind.encode_ordinary):
-            with pytest.raises(UserError, match=r"the tokenizer lacks 'ö' \(U\+00F6\)"):
+            with pytest.raises(UserError, match=r"the tokenizer has no 'ö' \(U\+00F6\)"):
                 method("aöß")
 
 
