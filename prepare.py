@@ -11,6 +11,7 @@ end-of-text token separates documents. Equal documents are used once. The direct
 not at all.
 """
 
+import glob
 import json
 import re
 import shlex
@@ -115,7 +116,7 @@ def prepare(config: PrepareConfig) -> Path:
     for path in target.glob("*"):
         if not OUTPUT.fullmatch(path.name):
             raise UserError(f"{path} would be deleted: choose another --name")
-    for path in target.resolve().parent.glob(f".{target.name}.????????"):
+    for path in target.resolve().parent.glob(f".{glob.escape(target.name)}.????????"):
         print(f"delete {path} if no prepare.py is writing it: one was killed")
     with new_directory(target) as directory:
         corpus = Corpus(config.sources, directory.parent, config.field, config.encoding)

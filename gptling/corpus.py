@@ -220,7 +220,7 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
     end = [tokenizer.eot_token] if END_OF_TEXT in tokenizer.special_tokens_set else []
     unsaved = {"train": bytearray(), "val": bytearray()}
     n_tokens = Counter()
-    fingerprint = hashlib.sha256()
+    hashes = {"train": hashlib.sha256(), "val": hashlib.sha256()}
     names = (directory / f"train-{n:05}.npy" for n in count())
 
     def save_shard():
@@ -231,10 +231,11 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
         ids = np.array(ids if len(ids) else end, dtype)
         unsaved[split] += ids.tobytes()
         n_tokens[split] += len(ids)
-        fingerprint.update(ids)
+        hashes[split].update(ids)
         if len(unsaved["train"]) >= TOKENS_PER_SHARD * dtype.itemsize:
             save_shard()
     if unsaved["train"]:
         save_shard()
     np.save(directory / "val.npy", np.frombuffer(unsaved["val"], dtype))
-    return n_tokens, fingerprint.hexdigest()
+    hashes["train"].update(hashes["val"].digest())
+    return n_tokens, hashes["train"].hexdigest()

@@ -59,6 +59,8 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
     sums = []  # each batch's losses, cross-entropies and targets, on a device that no one waits for
     with eval_mode(model):
         for idx, targets in data.validation_batches(batch_size, processes):
+            if processes.signal and processes.world_size == 1:  # save now: SIGKILL may follow
+                raise InterruptedError("a signal")
             with autocast:
                 logits, loss, *_ = model(idx, targets)
             count = (targets != -100).sum()

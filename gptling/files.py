@@ -78,7 +78,13 @@ def new_directory(target: Path) -> Iterator[Path]:
         yield new
         for path in [*new.iterdir(), new]:
             sync(path)
+        old = Path(temporary, "old")
         if target.exists():
-            try_again(target.rename, Path(temporary, "old"))
-        try_again(new.rename, target)
+            try_again(target.rename, old)
+        try:
+            try_again(new.rename, target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
     sync(target.parent)

@@ -226,7 +226,7 @@ class Report:
         """Print the best loss, how often the text was seen, and the next command."""
         self.bar.close()
         if self.wandb_run:
-            self.wandb_run.finish()
+            self.attempt(self.wandb_run.finish)
         out_dir = shlex.quote(self.config.out_dir)
         if stopped:
             print(f"\nStopped at step {self.progress.step}, and saved.")

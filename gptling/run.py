@@ -18,6 +18,7 @@ from gptling.files import UserError, lock_directory, new_directory, read_json, r
 from gptling.gpt2_format import save as save_model
 
 FORMAT = 6  # the version of training_state.pt
+OUTPUT = re.compile(r"config\.toml|log\.jsonl|loss\.png|checkpoint-\d+")  # what a run replaces
 HEADER = "# A preset: the settings of this run."  # the first line of config.toml
 
 
@@ -129,8 +130,8 @@ class RunDirectory:
             raise UserError(f"{self.path} contains other runs: give --out_dir={self.path}/NAME")
         settings = self.path / "config.toml"
         is_ours = settings.is_file() and settings.read_text("utf-8").startswith(HEADER)
-        for file in (settings, self.path / "log.jsonl"):
-            if file.exists() and not is_ours:
+        for file in self.path.iterdir():
+            if OUTPUT.fullmatch(file.name) and not is_ours:
                 raise UserError(f"{file} belongs to another program: give another --out_dir")
 
     def start(self, state):
@@ -146,19 +147,20 @@ class RunDirectory:
                 raise UserError(f"{self.path} has another run by now: give another --out_dir")
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         self.truncate_log(progress.steps_before + progress.step)
-        if progress.step or not progress.steps_before:  # otherwise with its first checkpoint
+        if progress.step == progress.steps_before == 0:  # later ones come with a checkpoint
             self.write_settings(state.configuration())
 
     def move_old_run(self):
         """Move the run that is here to NAME.old, or NAME.old2 if there is one, and so on. Lock the
         new directory."""
-        names = (f"{self.path.name}.old{n if n > 1 else ''}" for n in count(1))
-        old = next(path for path in map(self.path.with_name, names) if not path.exists())
+        here = self.path.resolve() if self.path.is_symlink() else self.path  # a link stays
+        names = (f"{here.name}.old{n if n > 1 else ''}" for n in count(1))
+        old = next(path for path in map(here.with_name, names) if not path.exists())
         self.lock.release()  # Windows renames no directory with an open file
-        self.path.rename(old)
-        self.path.mkdir()
+        here.rename(old)
+        here.mkdir()
         self.lock = lock_directory(self.path)
         print(f"the run that was in {self.path} is now in {old}")
 
@@ -216,5 +218,10 @@ class RunDirectory:
         checkpoints = list_checkpoints(self.path)
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
-        for path in set(checkpoints[: -state.config.keep_last]) - {best_checkpoint(self.path)}:
+        try:
+            best = best_checkpoint(self.path)
+        except UserError as error:  # one is damaged, which costs this run nothing
+            print(f"no old checkpoint was deleted: {error}")
+            return
+        for path in set(checkpoints[: -state.config.keep_last]) - {best}:
             delete_checkpoint(path)

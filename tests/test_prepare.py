@@ -584,7 +584,11 @@ def test_no_text_straddles_two_token_files(here, monkeypatch, n_vocab, dtype, si
     assert [len(shard) for shard in written] == [1400, 1400, 700]
     assert {shard.dtype for shard in written} == {np.dtype(dtype)}
     assert np.array_equal(ids_of(here), [*ids, *ids[:3]])
-    assert fingerprint == hashlib.sha256(ids_of(here).astype(dtype).tobytes()).hexdigest()
+    val = hashlib.sha256(ids[:3].astype(dtype)).digest()
+    assert fingerprint == hashlib.sha256(ids.astype(dtype).tobytes() + val).hexdigest()
+    encoded[-2:] = [("train", np.concatenate([encoded[-2][1], ids[:3]])), ("val", ids[:0])]
+    _, other = corpus.write_token_files(here, tokenizer, encoded)
+    assert other != fingerprint  # the same tokens, split otherwise
 
 
 # ---------------------------------------------------------------- whole or not at all
