@@ -123,11 +123,20 @@ def test_the_blocks_of_the_readme_run_in_their_order_in_one_folder(tmp_path):
             assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
 
 
+def test_two_finished_runs_are_drawn_together(trained, tmp_path):
+    pytest.importorskip("matplotlib", reason="loss.png: pip install matplotlib")
+    for name in "ab":
+        shutil.copytree(trained / "out/mine", tmp_path / "out" / name)
+    (tmp_path / "block.py").write_text(blocks(ROOT / "docs/comparing.md", "python")[0])
+    output_of(tmp_path / "block.py", cwd=tmp_path)
+    assert (tmp_path / "out/losses.png").stat().st_size > 1000
+
+
 def test_the_line_after_a_checkpoint_is_replayed(trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=21", cwd=tmp_path)
     last = read_log(tmp_path / "out/mine")[-2]
-    (code,) = blocks(ROOT / "docs/comparing.md", "python")
+    code = blocks(ROOT / "docs/comparing.md", "python")[1]
     code = re.sub(r"out/my/checkpoint-\d+\"\), \d+", 'out/mine/checkpoint-20"), 21', code)
     (tmp_path / "block.py").write_text(code, encoding="utf-8")
     with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()):
