@@ -2,6 +2,7 @@
 
 import bisect
 import copy
+import math
 import statistics
 
 from gptling.schedule import (
@@ -148,16 +149,20 @@ def own_teachers(config) -> str:
     return ",".join(f"{config.out_dir}/teacher-{i + 1}" for i in range(config.models_before))
 
 
-def advice(config, data, step: int, overfitted_since: int | None) -> str:
-    """Return how often the text was seen by step `step`, the last one, and whether more text or
-    more time would help. overfitted_since: the step with the lowest validation loss, if the loss
+def advice(config, data, progress, overfitted_since: int | None) -> str:
+    """Return how often the text was seen by the last step, and whether more text or more time would
+    help. overfitted_since: the step with the lowest validation loss, if the loss
     has risen clearly since then."""
     megabytes = float(f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:.3g}")
-    epochs = step * tokens_per_step(config) / data.n_tokens
+    epochs = progress.step * tokens_per_step(config) / data.n_tokens
     if overfitted_since and epochs >= GOOD_EPOCHS:
         hint = f"The model has overfitted since step {overfitted_since}: more text would help."
-    elif step >= most_steps(config, data.n_tokens):
+    elif progress.step >= most_steps(config, data.n_tokens):
         hint = "More text would help now. More time would not, because the model would overfit."
+        if not config.teacher and config.init_from == "scratch":
+            minutes = math.ceil(1.5 * (progress.seconds - progress.began) / 60)
+            flags = f"--resume --minutes={minutes}"
+            hint = f"More text would help now, or a second model that learns from it: {flags}"
     elif epochs < GOOD_EPOCHS:
         hint = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
     else:

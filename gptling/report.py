@@ -247,7 +247,7 @@ class Report:
         newest = comparable(read_metrics(list_checkpoints(self.config.out_dir)[-1]))[0]
         has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf and "checkpoint" in best.name
         overfitted_since = metrics["step"] if has_risen else None
-        print(advice(self.config, self.data, self.progress.step, overfitted_since))
+        print(advice(self.config, self.data, self.progress, overfitted_since))
         if self.gpu:
             gigabytes = torch.cuda.max_memory_allocated() / 1e9
             print(f"Peak memory of the GPU: {gigabytes:.1f} GB")

@@ -176,29 +176,34 @@ def test_a_plan_that_changes_by_less_than_a_tenth_is_in_the_log_alone(tmp_path, 
 
 MORE_TIME = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
 A_LITTLE = "More time would help a little, and more text would help more."
-USED_UP = "More text would help now. More time would not, because the model would overfit."
+USED_UP = "More text would help now, or a second model that learns from it: --resume --minutes=3"
+TAUGHT = "More text would help now. More time would not, because the model would overfit."
 
 
 @pytest.mark.parametrize(
-    "epochs, size, losses, help",
+    "epochs, size, losses, help, teacher",
     [
-        (0.5, "1,240", (2.1, 2.0), MORE_TIME),
-        (3.9, "0.0031", (2.0, 2.1), MORE_TIME),
-        (6.0, "2", (2.1, 2.0), A_LITTLE),
-        (6.0, "2", (2.0, 2.1), "The model has overfitted since step 10: more text would help."),
-        (6.0, "2", (2.0, 2.001), A_LITTLE),
-        (16, "0", (2.1, 2.0), USED_UP),
+        (0.5, "1,240", (2.1, 2.0), MORE_TIME, ""),
+        (3.9, "0.0031", (2.0, 2.1), MORE_TIME, ""),
+        (6.0, "2", (2.1, 2.0), A_LITTLE, ""),
+        (6.0, "2", (2.0, 2.1), "The model has overfitted since step 10: more text would help.", ""),
+        (6.0, "2", (2.0, 2.001), A_LITTLE, ""),
+        (16, "0", (2.1, 2.0), USED_UP, ""),
+        (32, "0", (2.1, 2.0), TAUGHT, "out/x"),
     ],
 )
-def test_the_last_lines_say_the_loss_and_what_is_next(epochs, size, losses, help, tmp_path, capsys):
+def test_the_last_lines_say_the_loss_and_what_is_next(
+    epochs, size, losses, help, teacher, tmp_path, capsys
+):
     for step, loss in zip((10, 1200), losses, strict=True):
         (tmp_path / f"checkpoint-{step}").mkdir()
         metrics = {"bits_per_byte": 1.23456, "step": step, "val_tokens": 4, "val_loss": loss}
         (tmp_path / f"checkpoint-{step}/metrics.json").write_text(json.dumps(metrics))
     data = SimpleNamespace(val=range(11), val_targets=10, n_tokens=500 * 1200 / epochs)
     data.val_bytes = 10 * float(size.replace(",", "")) * 1e6 / data.n_tokens
-    sizes = {"batch_size": 5, "block_size": 100, "max_iters": 2000}
-    report = report_of(tmp_path, step=1200, data=data, **sizes)
+    settings = {"batch_size": 5, "block_size": 100, "max_iters": 2000, "teacher": teacher}
+    report = report_of(tmp_path, step=1200, data=data, **settings)
+    report.progress.began = report.progress.seconds - 90
     report.close(stopped=False)
     done, *lines = capsys.readouterr().out.splitlines()[1:]
     best = f"checkpoint-{10 if losses[0] < losses[1] else 1200}"
