@@ -59,27 +59,22 @@ class TrainConfig(GPTConfig):
     bias: cli.Fixed[bool] = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: cli.Once[cli.Hidden[int]] = 1  # the number of tokens in the tokenizer
     models_before: cli.Once[cli.Hidden[int]] = 0  # models that this run has trained before
-    # round the vocabulary size up to a multiple of this. 128 suits GPUs
-    vocab_multiple: cli.Fixed[PositiveInt] = 1
+    vocab_multiple: cli.Fixed[PositiveInt] = 1  # divides the vocabulary size. 128 suits GPUs
     # data
     dataset: str = "quickstart"  # directory under data/ that prepare.py has written
-    # learn from the probabilities of these runs or checkpoints, too, separated by commas
-    teacher: str = ""
+    teacher: str = ""  # learn from these runs or checkpoints, too, separated by commas
     teacher_share: Planned[Share] = None  # the teachers' share of the objective, beside the text's
     teacher_temperature: float = 1.0  # above 1, unlikely tokens of the teachers count more
     # run
     minutes: float = 1.0  # time budget. Settings without a value are planned. Or give --max_iters
     max_iters: Planned[PositiveInt] = None  # number of training steps, instead of --minutes
-    # directory for checkpoints and the log. Default: out/DATASET
-    out_dir: cli.Once[cli.Empty[str]] = ""
-    # continue from out_dir's newest checkpoint. Flags override its settings
-    resume: cli.Once[bool] = False
+    out_dir: cli.Once[cli.Empty[str]] = ""  # for checkpoints and the log. Default: out/DATASET
+    resume: cli.Once[bool] = False  # continue the run in out_dir. Flags override its settings
     auto_resume: cli.Once[bool] = False  # resume if out_dir has a checkpoint, otherwise start
     overwrite: cli.Once[bool] = False  # move the run in out_dir to OUT_DIR.old, and start
     # model to start from: scratch (a new one), a run, a checkpoint, or a GPT-2 on the hub
     init_from: cli.Fixed[str] = "scratch"
-    # continue although model.py computes different logits now
-    allow_changed_model: cli.Once[bool] = False
+    allow_changed_model: cli.Once[bool] = False  # continue although model.py differs now
     seed: cli.Fixed[int] = 1337  # random seed: initialisation, data order, dropout, samples
     # optimizer
     batch_size: Planned[PositiveInt] = None  # sequences per micro-batch
@@ -175,10 +170,10 @@ def print_jump(optimizers: list, progress, config: TrainConfig):
     """Print it if the learning rate of a resumed run does not continue from its last step's, as
     with a larger --max_iters."""
     group = optimizers[0].param_groups[0]
-    before = group["lr"]
     now = learning_rate(progress.step - 1, progress.max_iters, config) * group.get("lr_scale", 1)
-    if not math.isclose(before, now):
-        print(f"the learning rate jumps from {before:.3g} to {now:.3g} at step {progress.step}")
+    if not math.isclose(now, group["lr"]):
+        rates = f"from {group['lr']:.3g} to {now:.3g}"
+        print(f"the learning rate jumps {rates} at step {progress.step}")
 
 
 def set_up(config: TrainConfig, data, checkpoint, processes: Processes) -> tuple:

@@ -120,8 +120,8 @@ class Clock:
 def next_model(config, progress, processes):
     """Return the configuration of the model that a run trains after this one, which has ended, or
     None. Once a model would overfit, time is better spent on another one: first on models that
-    differ by their seeds, then on a last one that learns from all of them, for TAUGHT times as
-    many steps. With three times a model's time left: one more, and then the last."""
+    differ by their seeds, if a last model that learns from all of them has time after them, and
+    then on that one, for at most TAUGHT times as many steps."""
     is_last = config.teacher or config.init_from != "scratch"
     if is_last or not config.minutes or progress.step < progress.most:
         return None
