@@ -31,7 +31,7 @@ from statistics import mean, stdev
 import tyro
 
 from gptling.cli import Empty, PositiveInt, check_numbers, launch, load_config
-from gptling.files import UserError, lock_directory
+from gptling.files import UserError, lock_directory, replace
 
 OUT = Path("out/compare")
 COUNT_STEPS = """import train
@@ -123,12 +123,20 @@ def count_steps(side: Side) -> int:
     return int(execute(sys.executable, script, *side.flags))
 
 
+def read_log(file: Path) -> list[dict]:
+    """Return the entries of a log.jsonl."""
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
 def train(side: Side, seed: int, steps: int) -> dict:
     """Train by the side's own train.py. Return the last evaluation, with the time of a step in ms.
     The log is kept, and read again if the code, the flags, the presets, all prepared data and the
     machine are the same."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
     files = [*filter(os.path.isfile, flags), *sorted(glob("data/*/meta.json"))]
+    for flag in flags:  # a run, or a checkpoint: see fingerprints
+        if flag.startswith(("--init_from=", "--teacher=")):
+            files += sorted(glob(f"{flag.partition('=')[2]}/**/metrics.json", recursive=True))
     contents = [Path(file).read_bytes() for file in files]
     threads = os.environ.get("OMP_NUM_THREADS"), os.cpu_count()
     machine = version("torch"), sys.version, platform.processor(), threads
@@ -141,8 +149,10 @@ def train(side: Side, seed: int, steps: int) -> dict:
         shutil.rmtree(run, ignore_errors=True)
         flags += [f"--out_dir={run}", "--curves=False"]
         execute(sys.executable, code_of(side.name) / "train.py", *flags)
-        shutil.copy(run / "log.jsonl", finished)
-    log = [json.loads(line) for line in finished.read_text("utf-8").splitlines()]
+        if read_log(run / "log.jsonl")[-1].get("bits_per_byte") is None:
+            raise UserError(f"{side.name}: its last evaluation failed, train it alone to see why")
+        replace(finished, (run / "log.jsonl").read_bytes())
+    log = read_log(finished)
     result = log[-1] | {"side": side.name, "ms": step_time(log)}
     if is_new:
         print(f"    {result['bits_per_byte']:.3f} bits per byte in {result['seconds']:.0f} s")

@@ -304,6 +304,13 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_lines(r
         compare.execute(sys.executable, "-c", "raise ValueError('mine')")
 
 
+def test_a_run_whose_last_evaluation_failed_is_not_kept(run_compare):
+    failed = {"fake": lambda *_: (None, 1.0)}
+    code, printed, _ = run_compare(str(comment_patch()), "--", *FLAGS, **failed)
+    assert code == 1 and "its last evaluation failed" in printed.err
+    assert not list(compare.OUT.glob("*.jsonl"))
+
+
 def test_there_is_no_answer_if_a_side_has_another_loss(run_compare):
     """It would be half as high for the same probabilities."""
     plain = '        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")'
