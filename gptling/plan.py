@@ -309,6 +309,6 @@ def complete(config, longest: int | None, set_up, processes):
     print(textwrap.fill(text, 100, subsequent_indent="    "))
     if is_new and not config.teacher and 2 * planner.expected < planner.seconds_left():
         needs = f"one model needs {planner.expected / 60:.2g} min"
-        print(f"    {needs}: in the time that is left, others follow, and the last learns from them")
+        print(f"    {needs}: if time is left, others follow, and the last learns from them")
     if planner.busy:
         print("The machine is busy with other programs, so this plan is small.")
