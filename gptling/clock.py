@@ -51,10 +51,6 @@ class Clock:
         expected = evaluation_time(self.config, self.step_time(), self.val_targets)
         return self.evaluation or expected + saving_time(self.n_parameters)
 
-    def evaluates_after(self, step: int) -> bool:
-        """Return whether the run evaluates after step `step`."""
-        return evaluates_after(step, self.progress.max_iters, self.config)
-
     def evaluations_left(self, step: int, max_iters: int) -> int:
         """Return how often a run of max_iters steps evaluates from step `step` on."""
         return max(1, evaluations(max_iters, self.config) - step // self.config.eval_interval)
@@ -89,7 +85,7 @@ class Clock:
     def note(self, step: int, elapsed: float) -> bool:
         """Note the seconds since the last call: a step's, perhaps with an evaluation. Before
         step_time is known, both count as a step. Return whether one of the times has changed."""
-        if self.evaluates_after(step) and self.means:
+        if evaluates_after(step, self.progress.max_iters, self.config) and self.means:
             self.evaluation = max(0.01, elapsed - self.step_time())
             return True
         self.newest.append(elapsed)

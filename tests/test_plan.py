@@ -336,7 +336,7 @@ class SimulatedRun:
             self.rate = learning_rate(step, max_iters, self.config)
             self.wait(0.85 / 500)
             step += 1
-            if self.clock.evaluates_after(step):
+            if evaluates_after(step, max_iters, self.config):
                 self.wait(0.015)
         self.wait(0.03)
         return step, changes
