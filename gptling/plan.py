@@ -8,7 +8,6 @@ Bergsma et al. 2025, https://arxiv.org/abs/2505.13738, the weight decay as in Wa
 import copy
 import math
 import textwrap
-import time
 
 import torch
 
@@ -69,7 +68,6 @@ class Planner:
         is_new = config.init_from == "scratch"
         self.can_vary = has_merges(data.tokenizer) and is_short and is_new
         self.compiling = 0.0  # seconds that the run will need for it once more
-        self.busy = False  # whether other programs compute now
         self.expected = 0.0  # seconds of the planned steps
 
     def plan(self):
@@ -265,7 +263,6 @@ class Planner:
         # Seconds per model, so that four models use a tenth of the time.
         limit = min(0.025 * 60 * self.config.minutes, 3.75)
         times = [self.now()]  # the first step, which allocates and compiles, begins here
-        worked = []  # seconds that this thread has had of the processor, after each step
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
         while len(times) < 3 or (len(times) <= 21 and times[-1] - times[1] <= limit):
@@ -280,15 +277,11 @@ class Planner:
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
             times.append(self.now())
-            worked.append(time.thread_time())
             bar.update()
         bar.close()
         if self.processes.compiles(candidate):
             self.compiling = times[1] - times[0]  # the run compiles once more
-        seconds = times[-1] - times[1]
-        share = (worked[-1] - worked[0]) / seconds  # low if other programs have the processor
-        self.busy |= share < 0.75 and self.processes.device == "cpu"
-        return seconds / (len(times) - 2)
+        return (times[-1] - times[1]) / (len(times) - 2)
 
 
 def complete(config, longest: int | None, set_up, processes):
@@ -310,5 +303,3 @@ def complete(config, longest: int | None, set_up, processes):
     if is_new and not config.teacher and 2 * planner.expected < planner.seconds_left():
         needs = f"one model needs {planner.expected / 60:.2g} min"
         print(f"    {needs}, so more are trained, and the last one learns from the others")
-    if planner.busy:
-        print("The machine is busy with other programs, so this plan is small.")

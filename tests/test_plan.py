@@ -265,7 +265,6 @@ def test_a_step_is_all_its_micro_batches_and_an_update(
     assert planner.compiling == pytest.approx(compiling)
     left = 60 * minutes - (planner.clock - 40) - compiling
     assert planner.seconds_left() == pytest.approx(left)
-    assert planner.busy  # this thread has computed for less than those seconds
 
 
 def test_time_is_the_slowest_processs(planner):
