@@ -73,8 +73,7 @@ def test_a_picture_shows_what_the_log_of_a_resumed_run_says(here, monkeypatch):
     seconds = [entry["seconds"] for entry in log]  # since the start, over both sessions
     assert len(seconds) == 3 + 4 and seconds == sorted(seconds) and 0 < seconds[0] < 60
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    loss, step = min((entry["val_loss"], entry["step"]) for entry in log if "val_loss" in entry)
-    assert titles[-1:] == [f"mine: best {loss:.4f} at step {step}"]
+    assert titles[-1:] == ["mine"]
 
 
 def test_weights_and_biases_gets_the_log(here, monkeypatch):
