@@ -39,7 +39,7 @@ class Simulator(Planner):
 
     def __init__(self, data, minutes=5, flops=1e11, world_size=1, **fixed):
         processes = SimpleNamespace(world_size=world_size, device="cpu")
-        super().__init__(TrainConfig(**fixed), data, None, None, processes)
+        super().__init__(TrainConfig(**fixed), data, math.inf, None, processes)
         self.left, self.flops, self.timed = 60 * minutes, flops, []
         self.can_vary = self.vocab_size > 100
 
@@ -220,7 +220,7 @@ def planner(trained, monkeypatch):
     config = TrainConfig(dataset="mine", minutes=10.0, gradient_accumulation_steps=3)
     processes = one_process()
     processes.wrapped = torch.nn.Linear(1, 1)
-    return TimedPlanner(config, Dataset("mine", 8, 1), None, None, processes)
+    return TimedPlanner(config, Dataset("mine", 8, 1), math.inf, None, processes)
 
 
 @pytest.mark.parametrize(
