@@ -16,7 +16,6 @@ import json
 import re
 import shlex
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ import tyro
 
 from gptling import tokenizers
 from gptling.cli import Empty, UserError, launch, load_config
-from gptling.corpus import Corpus, counted, encode_on_all_cores, write_token_files
+from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
 from gptling.files import new_directory
 
 # The endings of files whose markup is trained on, too.
@@ -93,7 +92,7 @@ def print_summary(target: Path, meta: dict, how: str, corpus: Corpus):
         lost = f"{share:.0%} of the bytes could not be read as text"
         print(f"prepare.py: warning: {lost}", file=sys.stderr, flush=True)
     print(target)
-    print(f"  documents: {meta['documents']:,}, characters: {meta['characters']:,}")
+    print(f"  documents: {meta['documents']:,}, bytes: {meta['bytes']:,}")
     print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")
     print(f"  {meta['train']['tokens']:,} tokens to train on", end=", ")
     print(f"{meta['val']['tokens']:,} to validate on")
@@ -123,8 +122,7 @@ def prepare(config: PrepareConfig) -> Path:
         tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)
         name = tokenizer.name if config.tokenizer == "auto" else config.tokenizer
         tokenizer = tokenizers.save_tokenizer(tokenizer, directory)  # read back as training does
-        count = Counter()
-        encoded = encode_on_all_cores(tokenizer, counted(corpus.texts(), count))
+        encoded = encode_on_all_cores(tokenizer, corpus.texts())
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
             error = f"{target}: too little text to train and validate on: give more text"
@@ -134,9 +132,9 @@ def prepare(config: PrepareConfig) -> Path:
             "tokenizer": name,
             "vocab_size": tokenizer.n_vocab,
             "documents": corpus.n_documents,
-            "characters": count["characters"],
-            "train": {"tokens": n_tokens["train"], "bytes": count["train"]},
-            "val": {"tokens": n_tokens["val"], "bytes": count["val"]},
+            "bytes": int(corpus.sizes[corpus.n_train >= 0].sum()),
+            "train": {"tokens": n_tokens["train"]},
+            "val": {"tokens": n_tokens["val"]},
             "sha256": fingerprint,  # the hash of all token ids
         }
         (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")

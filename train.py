@@ -36,6 +36,7 @@ from gptling.muon import Muon
 from gptling.pretrained import build_model
 from gptling.processes import Processes, whole
 from gptling.report import Report
+from gptling.schedule import evaluates_after
 from gptling.settings import settle
 from gptling.state import State
 from gptling.teachers import load_teachers, with_teachers
@@ -255,7 +256,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
         norm = whole(norm)
 
         done = step + 1
-        evaluate_now = clock.evaluates_after(done)
+        evaluate_now = evaluates_after(done, max_iters, config)
         report_now = evaluate_now or report.due(done)
         stopped = processes.all_reduce_max(processes.signal)
         if device == "cpu" or report_now or stopped:

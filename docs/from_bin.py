@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from gptling.tokenizers import build_tokenizer, bytes_per_token, tokenizer_to_json
+from gptling.tokenizers import build_tokenizer, tokenizer_to_json
 
 *names, name = sys.argv[1:]
 tokenizer, data, fingerprint = build_tokenizer("gpt2"), Path("data") / name, hashlib.sha256()
@@ -27,8 +27,7 @@ for split in ("train", "val"):
     for i, ids in enumerate(shards):
         np.save(data / ("val.npy" if split == "val" else f"train-{i:05}.npy"), ids)
         fingerprint.update(ids)
-    count = sum(np.bincount(ids, minlength=tokenizer.n_vocab) for ids in shards)  # of each id
-    meta[split] = {"tokens": int(count.sum()), "bytes": int(count @ bytes_per_token(tokenizer))}
+    meta[split] = {"tokens": sum(map(len, shards))}
 meta["sha256"] = fingerprint.hexdigest()
 (data / "tokenizer.json").write_text(tokenizer_to_json(tokenizer), encoding="utf-8")
 (data / "meta.json").write_text(json.dumps(meta, indent=2))

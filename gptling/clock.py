@@ -9,6 +9,7 @@ from gptling.schedule import (
     GOOD_EPOCHS,
     SAVING,
     TAUGHT,
+    can_be_followed,
     evaluates_after,
     evaluation_time,
     evaluations,
@@ -51,10 +52,6 @@ class Clock:
         expected = evaluation_time(self.config, self.step_time(), self.val_targets)
         return self.evaluation or expected + saving_time(self.n_parameters)
 
-    def evaluates_after(self, step: int) -> bool:
-        """Return whether the run evaluates after step `step`."""
-        return evaluates_after(step, self.progress.max_iters, self.config)
-
     def evaluations_left(self, step: int, max_iters: int) -> int:
         """Return how often a run of max_iters steps evaluates from step `step` on."""
         return max(1, evaluations(max_iters, self.config) - step // self.config.eval_interval)
@@ -89,7 +86,7 @@ class Clock:
     def note(self, step: int, elapsed: float) -> bool:
         """Note the seconds since the last call: a step's, perhaps with an evaluation. Before
         step_time is known, both count as a step. Return whether one of the times has changed."""
-        if self.evaluates_after(step) and self.means:
+        if evaluates_after(step, self.progress.max_iters, self.config) and self.means:
             self.evaluation = max(0.01, elapsed - self.step_time())
             return True
         self.newest.append(elapsed)
@@ -122,19 +119,21 @@ def next_model(config, progress, processes):
     None. Once a model would overfit, time is better spent on another one: first on models that
     differ by their seeds, if a last model that learns from all of them has time after them, and
     then on that one, for at most TAUGHT times as many steps."""
-    is_last = config.teacher or config.init_from != "scratch"
-    if is_last or not config.minutes or progress.step < progress.most:
+    if not (can_be_followed(config) and config.minutes):
+        return None
+    if progress.step < max(progress.most, progress.max_iters):
         return None
     n = config.models_before + 1
-    times = progress.seconds - progress.began, 60 * config.minutes - progress.seconds
-    # The first process's clock decides.
-    one, left = (processes.all_reduce_max(processes.is_main * round(time)) for time in times)
+    # The time left, as a multiple of this model's time. The first process's clock decides.
+    now = progress.seconds
+    left = (60 * config.minutes - now) / (now - progress.began)
+    left = processes.all_reduce_max(processes.is_main * round(1000 * left)) / 1000
     following = copy.copy(config)
     following.models_before = n
     following.max_iters = progress.max_iters
-    if n < MOST_TEACHERS and left >= one + one * (1 + TEACHING * (n + 1)):
+    if n < MOST_TEACHERS and left >= 1 + (1 + TEACHING * (n + 1)):
         return following
-    share = left / max(1, one * (1 + TEACHING * n))  # of the steps of a model without teachers
+    share = left / (1 + TEACHING * n)  # of the steps of a model without teachers
     if share < LEAST_TAUGHT:
         return None
     following.max_iters = round(min(TAUGHT, share) * progress.max_iters)
@@ -159,7 +158,7 @@ def advice(config, data, progress, overfitted_since: int | None) -> str:
         hint = f"The model has overfitted since step {overfitted_since}: more text would help."
     elif progress.step >= most_steps(config, data.n_tokens):
         hint = "More text would help now. More time would not, because the model would overfit."
-        if not config.teacher and config.init_from == "scratch":
+        if can_be_followed(config):
             minutes = math.ceil(1.5 * (progress.seconds - progress.began) / 60)
             flags = f"--resume --minutes={minutes}"
             hint = f"More text would help now, or a second model that learns from it: {flags}"

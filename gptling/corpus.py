@@ -157,14 +157,6 @@ class Corpus:
             first += n
 
 
-def counted(texts: Iterable[tuple[str, str]], count: Counter) -> Iterator[tuple[str, str]]:
-    """The same texts. `count` gets the number of their characters, and the bytes of each split."""
-    for split, text in texts:
-        count["characters"] += len(text)
-        count[split] += len(text.encode())
-        yield split, text
-
-
 def grouped(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
     """The texts in lists of GROUP characters or more."""
     group = []

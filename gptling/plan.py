@@ -8,7 +8,6 @@ Bergsma et al. 2025, https://arxiv.org/abs/2505.13738, the weight decay as in Wa
 import copy
 import math
 import textwrap
-import time
 
 import torch
 
@@ -19,6 +18,7 @@ from gptling.evaluation import loss_terms
 from gptling.schedule import (
     GOOD_EPOCHS,
     SAVING,
+    can_be_followed,
     eval_part,
     evaluation_time,
     fill_in,
@@ -54,7 +54,7 @@ def nearest_power_of_two(number: float) -> int:
 class Planner:
     """The rules. They plan the fields of train.py's configuration that are None."""
 
-    def __init__(self, config, data: Dataset, longest: int | None, set_up, processes):
+    def __init__(self, config, data: Dataset, longest: float, set_up, processes):
         """longest: the longest sequence that --init_from allows; set_up: train.py's."""
         self.config = config
         self.data = data
@@ -63,17 +63,16 @@ class Planner:
         self.train_tokens = data.n_tokens
         self.val_tokens = len(data.val)
         self.vocab_size = data.tokenizer.n_vocab
-        self.longest = min(longest or math.inf, data.longest)
+        self.longest = min(longest, data.longest)
         # Whether the text has other tokens in each pass, by bpe_dropout.
         is_short = data.n_tokens <= MOST_TOKENS
         is_new = config.init_from == "scratch"
         self.can_vary = has_merges(data.tokenizer) and is_short and is_new
         self.compiling = 0.0  # seconds that the run will need for it once more
-        self.busy = False  # whether other programs compute now
-        self.expected = 0.0  # seconds of the planned steps
 
-    def plan(self):
-        """Set the fields that are None to what makes the best of the time. Raises MemoryError."""
+    def plan(self) -> float:
+        """Set the fields that are None to what makes the best of the time. Return the seconds of
+        the planned steps. Raises MemoryError."""
         candidate, step = self.choose_model()
         if step == math.inf:
             raise MemoryError
@@ -93,7 +92,7 @@ class Planner:
                 step = its_step
         fill_in(self.config, vars(planned) | self.schedule(planned, step))
         set_missing(self.config, **self.decays())
-        self.expected = step * self.config.max_iters
+        return step * self.config.max_iters
 
     def choose_model(self) -> tuple:
         """Return the configuration of the largest model that sees enough tokens, and a step's
@@ -265,7 +264,6 @@ class Planner:
         # Seconds per model, so that four models use a tenth of the time.
         limit = min(0.025 * 60 * self.config.minutes, 3.75)
         times = [self.now()]  # the first step, which allocates and compiles, begins here
-        worked = []  # seconds that this thread has had of the processor, after each step
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
         while len(times) < 3 or (len(times) <= 21 and times[-1] - times[1] <= limit):
@@ -280,25 +278,20 @@ class Planner:
                 optimizer.zero_grad()
             objective.item()  # waits for a GPU
             times.append(self.now())
-            worked.append(time.thread_time())
             bar.update()
         bar.close()
         if self.processes.compiles(candidate):
             self.compiling = times[1] - times[0]  # the run compiles once more
-        seconds = times[-1] - times[1]
-        share = (worked[-1] - worked[0]) / seconds  # low if other programs have the processor
-        self.busy |= share < 0.75 and self.processes.device == "cpu"
-        return seconds / (len(times) - 2)
+        return (times[-1] - times[1]) / (len(times) - 2)
 
 
-def complete(config, longest: int | None, set_up, processes):
+def complete(config, longest: float, set_up, processes):
     """Plan the fields that are None, and max_iters, for a run of config.minutes. Print the plan."""
     config.max_iters = None
     data = Dataset(config.dataset, config.block_size or 1, eval_tokens=1)  # neither matters here
     planner = Planner(config, data, longest, set_up, processes)
     before = dict(vars(config))
-    is_new = config.init_from == "scratch"
-    planner.plan()
+    seconds = planner.plan()
     plan = []
     for name, value in vars(config).items():
         is_used = config.optimizer == "muon" or not name.startswith("muon")
@@ -307,8 +300,6 @@ def complete(config, longest: int | None, set_up, processes):
             plan.append(f"{name}={value:{form}}")
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
-    if is_new and not config.teacher and 2 * planner.expected < planner.seconds_left():
-        needs = f"one model needs {planner.expected / 60:.2g} min"
+    if can_be_followed(config) and 2 * seconds < planner.seconds_left():
+        needs = f"one model needs {seconds / 60:.2g} min"
         print(f"    {needs}: if time is left, others follow, and the last learns from them")
-    if planner.busy:
-        print("The machine is busy with other programs, so this plan is small.")

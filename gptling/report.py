@@ -31,9 +31,8 @@ def draw_curves(out_dir: Path):
     for name, label in (("loss", "training"), ("val_loss", "validation")):
         points = [(entry["step"], entry[name]) for entry in entries if name in entry]
         axes.plot(*zip(*points, strict=True), label=label)
-    best, step = min((loss, step) for step, loss in points)  # the loop ends with validation
-    axes.set(title=f"{out_dir.name}: best {best:.4f} at step {step:,}", xlabel="step")
-    axes.set(ylabel="loss in nats per token", ylim=(None, 1.1 * points[0][1]))  # cut the start off
+    axes.set(title=out_dir.name, xlabel="step", ylabel="loss in nats per token")
+    axes.set_ylim(top=1.1 * points[0][1])  # the first validation loss cuts the start off
     axes.legend()
     figure.savefig(out_dir / "loss.png")
 

@@ -141,15 +141,15 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or lock_directory(self.path)
-        progress = state.progress
-        if progress.step == progress.steps_before == 0 and list_models(self.path):
+        done = state.progress.steps_before + state.progress.step  # by all of the run's models
+        if not done and list_models(self.path):
             if not state.config.overwrite:  # since the plan was made, another training has ended
                 raise UserError(f"{self.path} has another run by now: give another --out_dir")
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path, ignore_errors=True)
-        self.truncate_log(progress.steps_before + progress.step)
-        if progress.step == progress.steps_before == 0:  # later ones come with a checkpoint
+        self.truncate_log(done)
+        if not done:  # later ones come with a checkpoint
             self.write_settings(state.configuration())
 
     def move_old_run(self):
@@ -170,9 +170,8 @@ class RunDirectory:
         checkpoints = list_checkpoints(self.path)
         if self.processes.is_main and checkpoints:
             best = best_of(checkpoints)
-            for path in checkpoints:
-                if path != best:
-                    delete_checkpoint(path)
+            for path in set(checkpoints) - {best}:
+                delete_checkpoint(path)
             best.rename(self.path / f"teacher-{len(list_teachers(self.path)) + 1}")
         self.processes.barrier()
 

@@ -102,6 +102,12 @@ def evaluates_after(step: int, max_iters: int, config) -> bool:
     return is_due or step == max_iters
 
 
+def can_be_followed(config) -> bool:
+    """Return whether a run that has time trains another model after this one. A model with teachers
+    is the last one, and --init_from trains only one."""
+    return config.init_from == "scratch" and not config.teacher
+
+
 def most_steps(config, n_tokens: int) -> int:
     """Return the number of steps beyond which a run on n_tokens would overfit."""
     epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS

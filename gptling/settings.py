@@ -5,6 +5,7 @@
 - --resume: the settings of the run < presets < flags.
 - --init_from: the sizes of that model, and the rest as in a new run."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class Start:
 
     def begin(self, state):
         """Load the state of a resumed run, and make the directory ready. Raises UserError. That a
-        run has ended is checked last, since a flag that it cannot have is the better reason."""
+        run has ended is checked last, since a flag that it cannot have is the better reason. With
+        --auto_resume it ends with exit code 0."""
         if state.config.teacher:
             self.sources["teachers.json"] = fingerprints(state.config)
         if self.saved:
@@ -57,16 +59,14 @@ class Start:
             state.progress.follow(self.progress)
         end = state.config.max_iters
         if state.progress.step >= end:
+            finished = f"{self.run.path} has finished its {end} steps"
+            if state.config.auto_resume:  # as in a chain of jobs
+                print(finished)
+                sys.exit()
             ways = f"--minutes=5 adds five minutes, --max_iters={2 * end} sets a new end"
-            raise UserError(f"{self.run.path} has finished its {end} steps: {ways}")
+            raise UserError(f"{finished}: {ways}")
         self.run.start(state)
         self.progress = state.progress
-
-    def follow(self):
-        """Prepare the start of the model after the one that has ended."""
-        self.run.keep_teacher()
-        self.saved = {}
-        self.checkpoint = None
 
 
 def settle(config_class: type, model_class: type, set_up: Callable, quickstart, processes):
@@ -79,13 +79,11 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
     if config.teacher:
         config.teacher = given["teacher"] = find_teachers(config)
-    lengths = ("minutes", "max_iters")
-    length_flag = next((name for name in given if name in lengths), "")  # the last of the two
+    length_flag = next((name for name in given if name in ("minutes", "max_iters")), "")  # the last
     if length_flag == "minutes" and not config.minutes:
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
-    if not config.eval_only:
-        config = resume_or_begin(config, given, start)
+    config = resume_or_begin(config, given, start)
     if config.init_from != "scratch" and not start.saved:
         start.checkpoint = find_checkpoint(config.init_from)
     processes.use_device(config.device)
@@ -95,7 +93,8 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     if start.checkpoint:
         others.append(start.checkpoint)
         adopt_sizes(config, given, stored_sizes(model_class, start.checkpoint), start.checkpoint)
-    longest = min((stored_sizes(model_class, path)["block_size"] for path in others), default=None)
+    lengths = [stored_sizes(model_class, path)["block_size"] for path in others]
+    longest = min(lengths, default=math.inf)
     missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
     if missing and processes.is_main:
         quickstart()
@@ -104,8 +103,7 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         change_length(config, length_flag, start.progress, processes)
     elif config.eval_only or (config.max_iters and length_flag != "minutes"):  # steps
         config.minutes = 0.0
-        most = SMALL["block_size"]
-        fill_in(config, SMALL | {"block_size": min(most, longest or most)})
+        fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
     else:  # a time
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
         plan.complete(config, longest, build, processes)
@@ -116,11 +114,11 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
 def models(config, start: Start, processes):
     """Yield (configuration, start) of a model, unless a resumed run has trained it, and of the
     models that follow it in the same run."""
-    has_ended = start.saved and start.progress.step >= config.max_iters
-    if not (has_ended and next_model(config, start.progress, processes)):
+    if not (start.saved and next_model(config, start.progress, processes)):
         yield config, start
-    while not config.eval_only and (config := next_model(config, start.progress, processes)):
-        start.follow()
+    while config := next_model(config, start.progress, processes):
+        start.run.keep_teacher()
+        start = Start(start.run, start.sources, progress=start.progress)
         kind = "learns from those before it" if config.teacher else "has another seed"
         print(f"\nModel {config.models_before + 1} of this run {kind}.")
         yield config, start
@@ -128,8 +126,9 @@ def models(config, start: Start, processes):
 
 def resume_or_begin(config, given: dict, start: Start):
     """Lock the directory of the run. Return the configuration: a resumed run's, or the given one.
-    Raises UserError for a run that these flags cannot continue. With --auto_resume, as in a chain
-    of jobs, a run that has ended ends with exit code 0."""
+    Raises UserError for a run that these flags cannot continue."""
+    if config.eval_only:
+        return config
     run = start.run
     run.acquire()
     checkpoints = list_models(run.path)
@@ -162,10 +161,6 @@ def resume_or_begin(config, given: dict, start: Start):
     config.models_before = len(list_teachers(run.path)) - (not list_checkpoints(run.path))
     if config.teacher and config.models_before:
         config.teacher = own_teachers(config)
-    has_ended = step >= config.max_iters and not next_model(config, start.progress, run.processes)
-    if config.auto_resume and has_ended:
-        print(f"{run.path} has finished its {config.max_iters} steps")
-        sys.exit()
     return config
 
 

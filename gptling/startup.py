@@ -7,8 +7,6 @@ import time
 
 STARTED = time.perf_counter()
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # turns, then they sleep. 300,000 by default
-if "WORLD_SIZE" in os.environ:  # torchrun's: DDP warns of an option in processes.wrap
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def seconds() -> float:

@@ -56,12 +56,10 @@ class Progress:
         """Note the loss of an evaluation, if there is one. One over other tokens begins a new
         comparison."""
         loss, tokens = comparable(metrics)
-        if tokens is None:
-            return
-        if self.best_tokens not in (tokens, None):
+        if tokens not in (self.best_tokens, None):
             self.best = math.inf
+            self.best_tokens = tokens
         self.best = min(self.best, loss)
-        self.best_tokens = tokens
 
 
 class State:

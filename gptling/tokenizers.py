@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-import sys
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -135,10 +134,8 @@ def train_bpe(sample: list[str], size: int) -> tiktoken.Encoding:
     """A byte-level BPE of `size` tokens with end-of-text, fewer for a repetitive text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = byte_level(BPE_PATTERN)
-    # Its bars go to standard error, and are empty lines on a standard output that is no terminal.
-    shown = all(stream and stream.isatty() for stream in (sys.stdout, sys.stderr))
     trainer = trainers.BpeTrainer(
-        vocab_size=size - 1, initial_alphabet=LETTERS, show_progress=shown
+        vocab_size=size - 1, initial_alphabet=LETTERS, show_progress=False
     )
     bpe.train_from_iterator(sample, trainer)
     bpe.add_special_tokens([END_OF_TEXT])
@@ -267,8 +264,7 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
         stored = Tokenizer.from_file(str(file))
         stored.no_truncation()  # of a fine-tuning, which would cut the probe
         stored.no_padding()
-        state = stored.pre_tokenizer.__getstate__()
-        parts = json.loads(state)
+        parts = json.loads(stored.pre_tokenizer.__getstate__())
         first = parts.get("pretokenizers", [parts])[0]
         # GPT-2's published file has a ByteLevel alone, which implies the pattern.
         pattern = first["pattern"]["Regex"] if "pattern" in first else GPT2_PATTERN
@@ -278,8 +274,7 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     is_complete = has_all_bytes(tokenizer)
     probe = "".join(c for c in PROBE if is_complete or c.encode() in tokenizer._mergeable_ranks)
     if stored.encode(probe).ids != tokenizer.encode_ordinary(probe):
-        why = " (add_prefix_space is true)" * (b'"add_prefix_space":true' in state)
-        raise UserError(f"{file}: tiktoken gives other ids than Hugging Face's tokenizers{why}")
+        raise UserError(f"{file}: tiktoken gives other ids than Hugging Face's tokenizers")
     return tokenizer
 
 

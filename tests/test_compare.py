@@ -149,7 +149,7 @@ def test_a_patch_brings_flags_and_tokens_of_its_own(run_compare):
     for side, tokenizer, n_layer in (("working-tree", "char", 2), ("same", "byte", 1)):
         log = read_log(Path(f"out/compare/{side}/run"))
         meta = json.loads(Path(f"data/compare-{side}/meta.json").read_text())
-        assert (meta["tokenizer"], meta["characters"]) == (tokenizer, len(text))
+        assert (meta["tokenizer"], meta["bytes"]) == (tokenizer, len(text.encode()))
         assert log[-1]["val_tokens"] == meta["val"]["tokens"] - 1  # all of the split
         vectors = meta["vocab_size"] + 16 + n_layer * (12 * 16 + 2) + 1  # of 16 numbers each
         assert f"{side}: {16 * vectors:,} parameters, 10 steps, " in printed.out
