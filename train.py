@@ -65,7 +65,7 @@ class TrainConfig(GPTConfig):
     dataset: str = "quickstart"  # directory under data/ that prepare.py has written
     teacher: str = ""  # learn from these runs or checkpoints, too, separated by commas
     teacher_share: Planned[Share] = None  # the teachers' share of the objective, beside the text's
-    teacher_temperature: float = 1.0  # above 1, unlikely tokens of the teachers count more
+    teacher_temperature: cli.AtLeast1 = 1.0  # above 1, unlikely tokens of the teachers count more
     # run
     minutes: float = 1.0  # time budget. Settings without a value are planned. Or give --max_iters
     max_iters: Planned[PositiveInt] = None  # number of training steps, instead of --minutes
@@ -288,9 +288,10 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
             break
 
     # ------------------------------------------------------------ end
+    stopped = stopped or processes.all_reduce_max(processes.signal)  # in the last evaluation
     report.close(stopped=progress.step < progress.max_iters)
     processes.barrier()  # torchrun ends all soon after the first, even the one that still writes
-    return 128 + stopped if progress.step < progress.max_iters else 0
+    return 128 + stopped if stopped else 0
 
 
 def main() -> int:

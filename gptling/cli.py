@@ -23,6 +23,7 @@ from gptling.files import UserError as UserError  # re-exported
 CONFIG = Path(__file__).parent.parent / "config"
 PositiveInt = Annotated[int, "at least 1"]  # check_numbers tests these bounds
 Share = Annotated[float, "at least 0 and at most 1"]
+AtLeast1 = Annotated[float, "at least 1"]
 AtLeastMinus1 = Annotated[int, "at least -1"]
 T = TypeVar("T")
 Fixed = Annotated[T, "fixed"]  # a flag that changes the value would make it a different run

@@ -5,6 +5,8 @@ import copy
 import math
 import statistics
 
+import torch
+
 from gptling.schedule import (
     GOOD_EPOCHS,
     SAVING,
@@ -19,7 +21,7 @@ from gptling.schedule import (
     tokens_per_step,
 )
 
-MOST_TEACHERS = 3  # a last model learns from so many: docs/minutes.md
+MOST_TEACHERS = 3  # the largest number of teachers: docs/minutes.md
 TEACHING = 1 / 3  # a teacher's share of a step: it has no backward pass
 LEAST_TAUGHT = 0.75  # share of the first model's steps with which a taught one is better
 
@@ -35,7 +37,8 @@ class Clock:
         self.val_targets = data.val_targets  # tokens of an evaluation
         self.all_targets = len(data.val) - 1  # tokens of an evaluation of the whole split
         self.n_parameters = sum(p.numel() for p in model.parameters())
-        progress.most = most_steps(config, data.n_tokens)
+        self.most = most_steps(config, data.n_tokens)
+        progress.most = self.most if takes_probabilities(model) else math.inf
         self.first_step = progress.step
         self.last_look = 0.0  # seconds
         self.newest = []  # the seconds of each of the newest steps
@@ -109,9 +112,20 @@ class Clock:
             return max_iters
         if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds):
             return max_iters
-        possible = range(step + 1, max(self.progress.most, max_iters) + 1)
+        possible = range(step + 1, max(self.most, max_iters) + 1)
         fit = bisect.bisect(possible, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
         return step + max(1, fit)
+
+
+def takes_probabilities(model) -> bool:
+    """Return whether the targets of GPT.losses may be probabilities, as models with teachers need.
+    An edited one may take ids alone."""
+    logits = torch.ones(2, model.config.vocab_size, device=model.valid_tokens.device)
+    try:
+        model.losses(logits, logits.softmax(-1))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return True
 
 
 def next_model(config, progress, processes):
@@ -137,15 +151,10 @@ def next_model(config, progress, processes):
     if share < LEAST_TAUGHT:
         return None
     following.max_iters = round(min(TAUGHT, share) * progress.max_iters)
-    following.teacher = own_teachers(following)
+    following.teacher = f"{config.out_dir}/teacher-*"  # see teacher_paths
     following.teacher_share = None
     fill_in(following, {})
     return following
-
-
-def own_teachers(config) -> str:
-    """Return the names of the models that a run has trained before this one: out/x/teacher-1,..."""
-    return ",".join(f"{config.out_dir}/teacher-{i + 1}" for i in range(config.models_before))
 
 
 def advice(config, data, progress, overfitted_since: int | None) -> str:
@@ -161,7 +170,7 @@ def advice(config, data, progress, overfitted_since: int | None) -> str:
         if can_be_followed(config):
             minutes = math.ceil(1.5 * (progress.seconds - progress.began) / 60)
             flags = f"--resume --minutes={minutes}"
-            hint = f"More text would help now, or a second model that learns from it: {flags}"
+            hint = f"More text would help now. So would another model, which learns: {flags}"
     elif epochs < GOOD_EPOCHS:
         hint = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
     else:

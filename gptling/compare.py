@@ -134,9 +134,10 @@ def train(side: Side, seed: int, steps: int) -> dict:
     machine are the same."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
     files = [*filter(os.path.isfile, flags), *sorted(glob("data/*/meta.json"))]
-    for flag in flags:  # a run, or a checkpoint: see fingerprints
-        if flag.startswith(("--init_from=", "--teacher=")):
-            files += sorted(glob(f"{flag.partition('=')[2]}/**/metrics.json", recursive=True))
+    for flag in flags:
+        if flag.startswith(("--init_from=", "--teacher=")):  # other weights have other losses
+            for path in flag.partition("=")[2].split(","):
+                files += sorted(glob(f"{path}/**/metrics.json", recursive=True))
     contents = [Path(file).read_bytes() for file in files]
     threads = os.environ.get("OMP_NUM_THREADS"), os.cpu_count()
     machine = version("torch"), sys.version, platform.processor(), threads

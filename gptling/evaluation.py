@@ -60,7 +60,7 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
     with eval_mode(model):
         for idx, targets in data.validation_batches(batch_size, processes):
             if processes.signal and processes.world_size == 1:  # save now: SIGKILL may follow
-                raise InterruptedError("a signal")
+                raise InterruptedError("the run is stopped")
             with autocast:
                 logits, loss, *_ = model(idx, targets)
             count = (targets != -100).sum()

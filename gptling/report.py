@@ -240,9 +240,10 @@ class Report:
         tokens = metrics.get("val_tokens", 0)
         if tokens < self.all_targets:
             loss += f" over {tokens:,} of {self.all_targets:,} tokens"
-        print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
         if follows:
+            print(f"\nModel {self.config.models_before + 1} has ended. Best so far: {loss}")
             return
+        print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
         newest = comparable(read_metrics(list_checkpoints(self.config.out_dir)[-1]))[0]
         has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf and "checkpoint" in best.name
         overfitted_since = metrics["step"] if has_risen else None

@@ -165,14 +165,20 @@ class RunDirectory:
         print(f"the run that was in {self.path} is now in {old}")
 
     def keep_teacher(self):
-        """Keep the best checkpoint of the model that has ended as teacher-N, and no other. If this
-        is interrupted, the run resumes from it."""
+        """Keep the best checkpoint of the model that has ended as teacher-N, with the last one's
+        state, and no other. If this is interrupted, the run resumes from it."""
         checkpoints = list_checkpoints(self.path)
         if self.processes.is_main and checkpoints:
-            best = best_of(checkpoints)
-            for path in set(checkpoints) - {best}:
-                delete_checkpoint(path)
+            last = checkpoints[-1]
+            was_stopped = "val_loss" not in read_metrics(last)  # in its last evaluation
+            best = last if was_stopped else best_of(checkpoints)
+            copy = shutil.copy(last / "training_state.pt", best / ".training_state.pt")
+            Path(copy).replace(best / "training_state.pt")  # so that no one continues from the best
+            for path in checkpoints:
+                if path != best:
+                    delete_checkpoint(path)
             best.rename(self.path / f"teacher-{len(list_teachers(self.path)) + 1}")
+        self.processes.wrapped = None  # frees its memory
         self.processes.barrier()
 
     def truncate_log(self, step: int):
@@ -218,9 +224,9 @@ class RunDirectory:
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
         try:
-            best = best_checkpoint(self.path)
+            best = {best_checkpoint(self.path), best_of(checkpoints)}  # of all models, of this one
         except UserError as error:  # one is damaged, which costs this run nothing
             print(f"no old checkpoint was deleted: {error}")
             return
-        for path in set(checkpoints[: -state.config.keep_last]) - {best}:
+        for path in set(checkpoints[: -state.config.keep_last]) - best:
             delete_checkpoint(path)

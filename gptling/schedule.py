@@ -11,7 +11,7 @@ GOOD_EPOCHS = 4  # later ones teach less: Muennighoff et al. 2023, https://arxiv
 MAX_EPOCHS = 16  # sweep "minutes"
 SHORT_TEXT_STEPS = 600  # sweep "repeated"
 VARIED_STEPS = 1200  # the same with bpe_dropout: sweep "subwords"
-TAUGHT = 2  # a model with teachers sees the text so many times as often
+TAUGHT = 2  # how many times as many steps a model with teachers gets
 FINE_TUNING_EPOCHS = 6  # the same for --init_from: commit b5d1829
 FINE_TUNING_STEPS = 100
 EVALUATING_SHARE = 0.04  # share of the time for evaluations, without one of the whole split
@@ -64,7 +64,7 @@ def fill_in(config, values: dict):
     set_missing(config, min_lr=config.learning_rate / 100)
     set_missing(config, warmup_iters=math.ceil(config.max_iters / 50))
     if config.teacher:
-        n_teachers = len(config.teacher.split(","))
+        n_teachers = config.models_before or len(config.teacher.split(","))
         set_missing(config, teacher_share=n_teachers / (n_teachers + 1))  # the text counts as one
     set_missing(config, muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9)
 

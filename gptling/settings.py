@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from gptling import cli, devices, plan
-from gptling.clock import next_model, own_teachers
+from gptling.clock import next_model
+from gptling.dataset import training_data
 from gptling.files import UserError, read_json
 from gptling.gpt2_format import stored_config
-from gptling.pretrained import find_checkpoint
+from gptling.pretrained import find_checkpoint, load_model
 from gptling.run import (
     RunDirectory,
     check_files,
@@ -58,7 +59,8 @@ class Start:
         elif self.progress:
             state.progress.follow(self.progress)
         end = state.config.max_iters
-        if state.progress.step >= end:
+        has_ended = self.saved and not list_checkpoints(self.run.path)  # see keep_teacher
+        if has_ended or state.progress.step >= end:
             finished = f"{self.run.path} has finished its {end} steps"
             if state.config.auto_resume:  # as in a chain of jobs
                 print(finished)
@@ -108,20 +110,25 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
         plan.complete(config, longest, build, processes)
     check_schedule(config)
-    yield from models(config, start, processes)
+    following = next_model(config, start.progress, processes) if start.saved else None
+    if following:  # the next model is for the same text and the same model.py
+        training_data(config, start.saved)
+        load_model(model_class, start.checkpoint, config.allow_changed_model)
+    else:
+        yield config, start
+        following = next_model(config, start.progress, processes)
+    yield from models(following, start, processes)
 
 
 def models(config, start: Start, processes):
-    """Yield (configuration, start) of a model, unless a resumed run has trained it, and of the
-    models that follow it in the same run."""
-    if not (start.saved and next_model(config, start.progress, processes)):
-        yield config, start
-    while config := next_model(config, start.progress, processes):
+    """Yield (configuration, start) of the models that follow the first one in a run."""
+    while config:
         start.run.keep_teacher()
         start = Start(start.run, start.sources, progress=start.progress)
         kind = "learns from those before it" if config.teacher else "has another seed"
         print(f"\nModel {config.models_before + 1} of this run {kind}.")
         yield config, start
+        config = next_model(config, start.progress, processes)
 
 
 def resume_or_begin(config, given: dict, start: Start):
@@ -159,8 +166,6 @@ def resume_or_begin(config, given: dict, start: Start):
     start.progress.load(start.saved["progress"])
     # Without a checkpoint the last teacher has ended, and the model after it has not begun.
     config.models_before = len(list_teachers(run.path)) - (not list_checkpoints(run.path))
-    if config.teacher and config.models_before:
-        config.teacher = own_teachers(config)
     return config
 
 
@@ -222,6 +227,8 @@ def change_length(config, flag: str, progress: Progress, processes):
         if next_model(config, progress, processes):
             return
         steps = max(1, round(60 * more * progress.step / (seconds - progress.began)))
+        if progress.step < progress.most:  # then others may follow
+            steps = min(steps, progress.most - progress.step)
         print(f"about {steps:,} more steps in {more:g} min")
         config.max_iters = progress.step + steps
 

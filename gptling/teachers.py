@@ -4,6 +4,8 @@
 import hashlib
 import json
 from collections.abc import Callable
+from glob import glob
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,13 +20,18 @@ ROWS_AT_ONCE = 512  # tokens whose probabilities are in memory together
 
 
 def teacher_paths(config) -> list[Path]:
-    """Return what --teacher names: runs or checkpoints."""
+    """Return the teachers: runs or checkpoints that --teacher names, or the models that a run has
+    trained before this one, wherever it is now."""
+    if config.teacher and config.models_before:
+        names = (f"teacher-{i + 1}" for i in range(config.models_before))
+        return [Path(config.out_dir, name) for name in names]
     return [Path(path) for path in config.teacher.split(",") if path]
 
 
 def find_teachers(config) -> str:
     """Return the checkpoints that --teacher names, separated by commas. Raises UserError."""
-    checkpoints = [find_checkpoint(path) for path in teacher_paths(config)]
+    paths = [sorted(glob(path.as_posix())) or [path] for path in teacher_paths(config)]
+    checkpoints = [find_checkpoint(path) for path in chain.from_iterable(paths)]
     for checkpoint in checkpoints:
         if Path(config.out_dir).resolve() in checkpoint.resolve().parents:
             raise UserError(f"--teacher={config.teacher}: give the new run another --out_dir")
@@ -32,11 +39,11 @@ def find_teachers(config) -> str:
 
 
 def fingerprints(config) -> bytes:
-    """Return {checkpoint: sha256 of its weights} of the teachers as JSON."""
-    hashes = {}
+    """Return the sha256 of each teacher's weights as JSON. Raises OSError."""
+    hashes = []
     for path in teacher_paths(config):
         with (path / "model.safetensors").open("rb") as weights:
-            hashes[path.as_posix()] = hashlib.file_digest(weights, "sha256").hexdigest()
+            hashes.append(hashlib.file_digest(weights, "sha256").hexdigest())
     return json.dumps(hashes, indent=2).encode()
 
 
@@ -49,6 +56,9 @@ def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.M
         if teacher.config.block_size < config.block_size:
             longest = f"{path} has at most {teacher.config.block_size} tokens"
             raise UserError(f"--block_size={config.block_size}: the teacher {longest}")
+        idx = torch.arange(min(8, teacher.config.block_size))[None]
+        if not torch.allclose(teacher(idx)[0], teacher.logits(teacher.hidden(idx)), atol=1e-4):
+            raise UserError(f"--teacher={path}: GPT.forward is not GPT.logits of GPT.hidden")
         if processes.device == "cpu":
             devices.use_cpu_kernels(teacher)
         teachers.append(teacher.to(processes.device).eval().requires_grad_(False))

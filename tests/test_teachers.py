@@ -3,16 +3,17 @@
 import re
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from gptling import startup
-from gptling.clock import next_model
+from gptling.clock import next_model, takes_probabilities
 from gptling.pretrained import find_checkpoint
-from gptling.run import list_models, read_metrics
-from gptling.state import Progress
+from gptling.run import RunDirectory, list_models, load_training_state, read_metrics
+from gptling.state import Progress, State
 from gptling.teachers import ROWS_AT_ONCE, with_teachers
 from model import GPT, GPTConfig
 from tests.conftest import (
@@ -28,6 +29,7 @@ from tests.conftest import (
 )
 from tests.edits import copy_edited
 from tests.test_resume import after_step, assert_equal_runs
+from train import configure_optimizers
 
 FLAGS = [*TINY, "--dataset=mine", "--dropout=0.2", "--seed=5"]
 train = partial(run_here, "train.py")
@@ -135,7 +137,7 @@ def test_time_that_one_model_cannot_use_is_for_another(minutes, seconds, before,
     following = next_model(config, progress, one_process())
     assert (following is None) == (expected is None)
     if following:
-        n = following.teacher.count("teacher-")
+        n = following.models_before if following.teacher else 0
         assert following.models_before == before + 1
         assert expected == (f"taught by {n}" if n else "another")
         left = (60 * minutes - seconds) / 600
@@ -145,6 +147,41 @@ def test_time_that_one_model_cannot_use_is_for_another(minutes, seconds, before,
         assert next_model(following, progress, one_process()) is None or not n
     progress.most = 301  # it has ended by --max_iters
     assert next_model(config, progress, one_process()) is None
+
+
+@pytest.mark.parametrize("evaluated, kept", [(True, 5), (False, 10)])
+def test_the_best_of_a_model_is_kept_as_a_teacher_that_has_ended(evaluated, kept, tmp_path):
+    """Also if a kill comes before the next model's first checkpoint. The last one is kept if the
+    run was stopped in its evaluation."""
+    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(tmp_path, one_process())
+    data = SimpleNamespace(tokenizer_json=None, fingerprint="", offset=0)
+    state = State(small(), model, configure_optimizers(model, small()), {})
+    for step, metrics in ((5, {"val_loss": 1.0}), (10, {"val_loss": 2.0} if evaluated else {})):
+        state.progress.step = step
+        run.save(state, data, {"step": step} | metrics)
+    run.keep_teacher()
+    (teacher,) = list_models(tmp_path)
+    assert teacher.name == "teacher-1" and read_metrics(teacher)["step"] == kept
+    assert load_training_state(teacher)["progress"]["step"] == 10
+
+
+def test_a_loss_that_takes_no_probabilities_has_no_second_model():
+    model = GPT(GPTConfig(8, 11, 1, 2, 4))
+    assert takes_probabilities(model)
+    model.losses = lambda logits, ids: -logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    assert not takes_probabilities(model)
+
+
+def test_the_text_is_compared_before_another_model_begins(finished):
+    """A model that has ended is followed by another one for the same text."""
+    file = finished / "out/mine/checkpoint-20/training_state.pt"
+    saved = torch.load(file)
+    saved["progress"]["most"] = 20
+    torch.save(saved, file)
+    (finished / "mine.txt").write_text("another text\n" * 200)
+    output_of("prepare.py", "mine.txt", "--overwrite", cwd=finished)
+    resume = ["--resume", "--minutes=9", "--out_dir=out/mine"]
+    one_line(train(*resume, cwd=finished), "data/mine is not what out/mine was trained on")
 
 
 @pytest.mark.slow
