@@ -5,8 +5,6 @@ import copy
 import math
 import statistics
 
-import torch
-
 from gptling.schedule import (
     GOOD_EPOCHS,
     SAVING,
@@ -37,8 +35,7 @@ class Clock:
         self.val_targets = data.val_targets  # tokens of an evaluation
         self.all_targets = len(data.val) - 1  # tokens of an evaluation of the whole split
         self.n_parameters = sum(p.numel() for p in model.parameters())
-        self.most = most_steps(config, data.n_tokens)
-        progress.most = self.most if takes_probabilities(model) else math.inf
+        progress.most = most_steps(config, data.n_tokens)
         self.first_step = progress.step
         self.last_look = 0.0  # seconds
         self.newest = []  # the seconds of each of the newest steps
@@ -112,20 +109,9 @@ class Clock:
             return max_iters
         if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds):
             return max_iters
-        possible = range(step + 1, max(self.most, max_iters) + 1)
+        possible = range(step + 1, max(self.progress.most, max_iters) + 1)
         fit = bisect.bisect(possible, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
         return step + max(1, fit)
-
-
-def takes_probabilities(model) -> bool:
-    """Return whether the targets of GPT.losses may be probabilities, as models with teachers need.
-    An edited one may take ids alone."""
-    logits = torch.ones(2, model.config.vocab_size, device=model.valid_tokens.device)
-    try:
-        model.losses(logits, logits.softmax(-1))
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return False
-    return True
 
 
 def next_model(config, progress, processes):
@@ -133,7 +119,7 @@ def next_model(config, progress, processes):
     None. Once a model would overfit, time is better spent on another one: first on models that
     differ by their seeds, if a last model that learns from all of them has time after them, and
     then on that one, for at most TAUGHT times as many steps."""
-    if not (can_be_followed(config) and config.minutes):
+    if not (can_be_followed(config) and config.minutes and progress.can_teach):
         return None
     if progress.step < max(progress.most, progress.max_iters):
         return None
@@ -169,8 +155,8 @@ def advice(config, data, progress, overfitted_since: int | None) -> str:
         hint = "More text would help now. More time would not, because the model would overfit."
         if can_be_followed(config):
             minutes = math.ceil(1.5 * (progress.seconds - progress.began) / 60)
-            flags = f"--resume --minutes={minutes}"
-            hint = f"More text would help now. So would another model, which learns: {flags}"
+            hint = "More text would help now. So would another model that learns from this one: "
+            hint += f"--resume --minutes={minutes}"
     elif epochs < GOOD_EPOCHS:
         hint = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
     else:

@@ -33,14 +33,21 @@ class Progress:
     steps_before: int = 0
     began: float = 0.0
     most: float = math.inf  # steps after which this one would overfit
+    can_teach: bool = True  # see takes_probabilities
 
     @property
     def seconds(self) -> float:
         """The seconds of all sessions, up to now."""
         return self.seconds_before + startup.seconds()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run saves of it. The configuration has max_iters."""
+        values = vars(self) | {"seconds": self.seconds}
+        del values["seconds_before"], values["max_iters"]
+        return values
+
     def load(self, saved: dict[str, Any]):
-        """Continue from what a State has saved."""
+        """Continue from what state_dict returned."""
         done = dict(saved)
         vars(self).update(seconds_before=done.pop("seconds"), **done)
 
@@ -94,11 +101,9 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and whole tensors on the CPU, for the first process. All call it."""
-        names = ("step", "best", "best_tokens", "seconds", "steps_before", "began", "most")
-        progress = {name: getattr(self.progress, name) for name in names}
         things = {name: thing.state_dict() for name, thing in self.things.items()}
         return {
-            "progress": progress,
+            "progress": self.progress.state_dict(),
             "config": self.configuration(),
             "code": self.code(),
             "optimizers": [named_state(optimizer, self.model) for optimizer in self.optimizers],

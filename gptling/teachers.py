@@ -47,6 +47,17 @@ def fingerprints(config) -> bytes:
     return json.dumps(hashes, indent=2).encode()
 
 
+def takes_probabilities(model) -> bool:
+    """Return whether the targets of GPT.losses may be probabilities, as models with teachers need.
+    An edited one may take ids alone."""
+    logits = torch.ones(2, model.config.vocab_size, device=model.valid_tokens.device)
+    try:
+        model.losses(logits, logits.softmax(-1))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return True
+
+
 def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.Module]:
     """Return the models that --teacher names. Raises UserError for one that cannot teach."""
     teachers = []

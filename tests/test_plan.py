@@ -408,7 +408,7 @@ def test_a_run_of_max_iters_keeps_its_steps_and_tells_the_seconds_left_with_eval
 
 def test_a_text_that_is_used_up_ends_a_run_on_a_machine_that_becomes_faster():
     run = SimulatedRun(then(0.4))
-    run.clock.most = 600
+    run.clock.progress.most = 600
     assert run.run()[0] == 600
 
 

@@ -172,7 +172,8 @@ def test_a_plan_that_changes_by_less_than_a_tenth_is_in_the_log_alone(tmp_path, 
 
 MORE_TIME = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
 A_LITTLE = "More time would help a little, and more text would help more."
-USED_UP = "More text would help now, or a second model that learns from it: --resume --minutes=3"
+USED_UP = "More text would help now. So would another model that learns from this one: "
+USED_UP += "--resume --minutes=3"
 TAUGHT = "More text would help now. More time would not, because the model would overfit."
 
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from gptling import startup
-from gptling.clock import next_model, takes_probabilities
+from gptling.clock import next_model
 from gptling.pretrained import find_checkpoint
 from gptling.run import RunDirectory, list_models, load_training_state, read_metrics
 from gptling.state import Progress, State
-from gptling.teachers import ROWS_AT_ONCE, with_teachers
+from gptling.teachers import ROWS_AT_ONCE, takes_probabilities, with_teachers
 from model import GPT, GPTConfig
 from tests.conftest import (
     TINY,
