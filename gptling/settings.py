@@ -111,25 +111,26 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
         plan.complete(config, longest, build, processes)
     check_schedule(config)
+    yield from models(config, start, model_class, processes)
+
+
+def models(config, start: Start, model_class: type, processes):
+    """Yield (configuration, start) of a model, unless a resumed run has trained it, and of those
+    that follow it in the same run. Raises UserError if these would have another text or code."""
     following = next_model(config, start.progress, processes) if start.saved else None
-    if following:  # the next model is for the same text and the same model.py
+    if following:
         training_data(config, start.saved)
         load_model(model_class, start.checkpoint, config.allow_changed_model)
     else:
         yield config, start
         following = next_model(config, start.progress, processes)
-    yield from models(following, start, processes)
-
-
-def models(config, start: Start, processes):
-    """Yield (configuration, start) of the models that follow the first one in a run."""
-    while config:
+    while following:
         start.run.keep_teacher()
         start = Start(start.run, start.sources, progress=start.progress)
-        kind = "learns from those before it" if config.teacher else "has another seed"
-        print(f"\nModel {config.models_before + 1} of this run {kind}.")
-        yield config, start
-        config = next_model(config, start.progress, processes)
+        kind = "learns from those before it" if following.teacher else "has another seed"
+        print(f"\nModel {following.models_before + 1} of this run {kind}.")
+        yield following, start
+        following = next_model(following, start.progress, processes)
 
 
 def resume_or_begin(config, given: dict, start: Start):
