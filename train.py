@@ -63,9 +63,10 @@ class TrainConfig(GPTConfig):
     vocab_multiple: cli.Fixed[PositiveInt] = 1  # divides the vocabulary size. 128 suits GPUs
     # data
     dataset: str = "quickstart"  # directory under data/ that prepare.py has written
-    teacher: str = ""  # learn from these runs or checkpoints, too, separated by commas
-    teacher_share: Planned[Share] = None  # the teachers' share of the objective, beside the text's
-    teacher_temperature: cli.AtLeast1 = 1.0  # above 1, unlikely tokens of the teachers count more
+    teacher: str = ""  # runs or checkpoints to learn from besides the text, separated by commas
+    # weight of the n teachers in the loss. Default: n / (n + 1)
+    teacher_share: cli.Empty[Share | None] = None
+    teacher_temperature: cli.AtLeast1 = 1.0  # divides logits. Above 1, unlikely tokens count more
     # run
     minutes: float = 1.0  # time budget. Settings without a value are planned. Or give --max_iters
     max_iters: Planned[PositiveInt] = None  # number of training steps, instead of --minutes
@@ -222,7 +223,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
     stopped = 0  # the number of the signal that a process received
     while progress.step < progress.max_iters:
         step = progress.step
-        # config.max_iters is the first plan's: with a time budget, the machine's speed decides.
+        # With --minutes the machine's speed decides. config.max_iters stays the first plan's.
         max_iters = clock.fitting_steps(step)
         if max_iters != progress.max_iters:
             progress.max_iters = max_iters
@@ -295,7 +296,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
 
 
 def main() -> int:
-    """Train a model with the settings that settle returns, or, in a long time, several."""
+    """Train a model with each of the settings that settle yields: several if the time is long."""
     processes = Processes()
     for config, start in settle(TrainConfig, GPT, set_up, prepare_quickstart, processes):
         code = train(config, start, processes)

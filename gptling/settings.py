@@ -73,9 +73,9 @@ class Start:
 
 
 def settle(config_class: type, model_class: type, set_up: Callable, quickstart, processes):
-    """Yield (configuration, start) once each setting has its value, which no one changes from then
-    on. When that model has ended, there may be another pair: see next_model. set_up: train.py's, to
-    measure steps for a plan; quickstart: writes data/quickstart. Raises UserError."""
+    """Yield (configuration, start) once each setting has its value, which does not change after
+    that. When that model has ended, there may be another pair: see next_model. set_up: train.py's,
+    to measure steps for a plan; quickstart: writes data/quickstart. Raises UserError."""
     sources = read_sources(config_class, model_class)
     description = sys.modules[config_class.__module__].__doc__
     config, given = cli.load_config(config_class, description, presets=True)
