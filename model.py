@@ -344,7 +344,7 @@ class GPT(nn.Module):
 
     def losses(self, logits, targets):
         """-log softmax(logits)[target] in nats, (N,), of logits (N, V). 0 if a target is -100.
-        With probabilities (N, V) as targets (--teacher), their mean of it.
+        With --teacher, targets are probabilities (N, V), too.
         Put a term of the training loss alone behind `if self.training:`. To mask targets, set
         them to -100 in train.py's loop, not here."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # sums over V

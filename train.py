@@ -30,7 +30,7 @@ import torch
 
 from gptling import cli, evaluation
 from gptling.cli import Planned, PositiveInt, Share
-from gptling.clock import Clock
+from gptling.clock import Clock, next_model
 from gptling.dataset import training_data
 from gptling.muon import Muon
 from gptling.pretrained import build_model
@@ -290,7 +290,8 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
 
     # ------------------------------------------------------------ end
     stopped = stopped or processes.all_reduce_max(processes.signal)  # in the last evaluation
-    report.close(stopped=progress.step < progress.max_iters)
+    start.following = next_model(config, progress, processes)
+    report.close(progress.step < progress.max_iters, start.following is not None)
     processes.barrier()  # torchrun ends all soon after the first, even the one that still writes
     return 128 + stopped if stopped else 0
 

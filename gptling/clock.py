@@ -145,8 +145,8 @@ def next_model(config, progress, processes):
 
 def advice(config, data, progress, overfitted_since: int | None) -> str:
     """Return how often the text was seen by the last step, and whether more text or more time would
-    help. overfitted_since: the step with the lowest validation loss, if the loss
-    has risen clearly since then."""
+    help. overfitted_since: the step with the lowest validation loss, if the loss has risen clearly
+    since then."""
     megabytes = float(f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:.3g}")
     epochs = progress.step * tokens_per_step(config) / data.n_tokens
     if overfitted_since and epochs >= GOOD_EPOCHS:

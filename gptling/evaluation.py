@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from gptling.files import UserError
 
 EVALUATED_AT_ONCE = 4096  # tokens: 0.8 GB of GPT-2's logits
-ROWS_AT_ONCE = 512  # rows of logits that are summed together
+ROWS_AT_ONCE = 512  # rows of logits in float32 at a time
 
 
 def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from gptling import startup
 from gptling.cli import progress_bar
-from gptling.clock import advice, next_model
+from gptling.clock import advice
 from gptling.devices import flops_utilisation
 from gptling.evaluation import comparable, eval_mode
 from gptling.run import best_checkpoint, list_checkpoints, read_metrics
@@ -221,8 +221,9 @@ class Report:
         words = f"{decode(prompt)} | {decode(drawn)}".split()
         self.say(f"sample: {' '.join(words):.90}")
 
-    def close(self, stopped: bool):
-        """Print the best loss, how often the text was seen, and the next command."""
+    def close(self, stopped: bool, is_followed: bool = False):
+        """Print the best loss, how often the text was seen, and the next command. is_followed:
+        whether the run trains another model."""
         self.bar.close()
         if self.wandb_run:
             self.attempt(self.wandb_run.finish)
@@ -231,7 +232,6 @@ class Report:
         if stopped:
             print(f"\nStopped at step {self.progress.step}, and saved.\n{resume}")
             return
-        follows = next_model(self.config, self.progress, self.processes)  # all processes call it
         if not self.processes.is_main:
             return
         best = best_checkpoint(self.config.out_dir)
@@ -240,14 +240,15 @@ class Report:
         tokens = metrics.get("val_tokens", 0)
         if tokens < self.all_targets:
             loss += f" over {tokens:,} of {self.all_targets:,} tokens"
-        if follows:
+        if is_followed:
             print(f"\nModel {self.config.models_before + 1} has ended. Best so far: {loss}")
             if self.processes.signal:  # it came in the last evaluation
                 print(resume)
             return
         print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
-        newest = comparable(read_metrics(list_checkpoints(self.config.out_dir)[-1]))[0]
-        has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf and "checkpoint" in best.name
+        checkpoints = list_checkpoints(self.config.out_dir)  # this model's
+        newest = comparable(read_metrics(checkpoints[-1]))[0]
+        has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf and best in checkpoints
         overfitted_since = metrics["step"] if has_risen else None
         print(advice(self.config, self.data, self.progress, overfitted_since))
         if self.gpu:

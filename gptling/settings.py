@@ -47,6 +47,7 @@ class Start:
     checkpoint: Path | None = None  # the weights: a resumed run's, init_from's, or None
     saved: dict[str, Any] = field(default_factory=dict)  # a resumed run's state, otherwise {}
     progress: Progress | None = None  # a resumed run's, the model's before, then this model's own
+    following: Any = None  # the next model's configuration, once this model has ended
 
     def begin(self, state):
         """Load the state of a resumed run, and make the directory ready. Raises UserError. That a
@@ -123,14 +124,14 @@ def models(config, start: Start, model_class: type, processes):
         load_model(model_class, start.checkpoint, config.allow_changed_model)
     else:
         yield config, start
-        following = next_model(config, start.progress, processes)
+        following = start.following
     while following:
         start.run.keep_teacher()
         start = Start(start.run, start.sources, progress=start.progress)
         kind = "learns from those before it" if following.teacher else "has another seed"
         print(f"\nModel {following.models_before + 1} of this run {kind}.")
         yield following, start
-        following = next_model(following, start.progress, processes)
+        following = start.following
 
 
 def resume_or_begin(config, given: dict, start: Start):

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 from gptling import devices
+from gptling.evaluation import ROWS_AT_ONCE
 from gptling.files import UserError
 from gptling.pretrained import find_checkpoint, load_model
-
-ROWS_AT_ONCE = 512  # tokens whose probabilities are in memory together
 
 
 def teacher_paths(config) -> list[Path]:
@@ -72,7 +71,7 @@ def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.M
             raise UserError(f"--teacher={path}: GPT.forward is not GPT.logits of GPT.hidden")
         if processes.device == "cpu":
             devices.use_cpu_kernels(teacher)
-        teachers.append(teacher.to(processes.device).eval().requires_grad_(False))
+        teachers.append(teacher.to(processes.device).requires_grad_(False))
     return teachers
 
 
@@ -84,18 +83,16 @@ def with_teachers(forward: Callable, model: torch.nn.Module, teachers: list, con
     def forward_with_teachers(idx, targets):
         logits, loss, *added = forward(idx, targets)
         with torch.no_grad():
-            hidden = [teacher.hidden(idx).flatten(0, 1) for teacher in teachers]  # (N, C) each
-        losses = []
-        for i, rows in enumerate(logits.flatten(0, 1).split(ROWS_AT_ONCE)):
-            same_rows = [x.split(ROWS_AT_ONCE)[i] for x in hidden]
-            losses.append(recompute(soft_losses, rows, same_rows, use_reentrant=False))
+            hidden = [teacher.hidden(idx) for teacher in teachers]  # (B, T, C) each
+        parts = zip(*(x.flatten(0, 1).split(ROWS_AT_ONCE) for x in [logits, *hidden]), strict=True)
+        losses = [recompute(soft_losses, *rows, use_reentrant=False) for rows in parts]
         counts = (targets != -100).flatten()
         mean = (torch.cat(losses) * counts).sum() / counts.sum().clamp(min=1)
         return logits, loss, dict(*added) | {"teacher": config.teacher_share * (mean - loss)}
 
-    def soft_losses(logits, hidden):
+    def soft_losses(logits, *hidden):
         """Return the cross-entropy of each row of logits (N, V) with the teachers' mean
-        probabilities. It is computed again in the backward pass instead of kept."""
+        probabilities, of their hidden states (N, C). The backward pass computes it again."""
         T = config.teacher_temperature
         with torch.no_grad():
             probs = 0.0

@@ -539,6 +539,13 @@ def test_a_recipe_has_an_effect_and_resumes_bit_for_bit(name, run, tmp_path):
     out = tmp_path / "out"
     states = [load_training_state(out / run / "checkpoint-6") for run in ("mine", "again")]
     torch.testing.assert_close(*(state["stateful"] for state in states), rtol=0, atol=0)
+    files = [out / run / "checkpoint-6/metrics.json" for run in ("mine", "again")]
+    metrics = [json.loads(file.read_text()) for file in files]
+    assert metrics[0] == metrics[1]
+    if name == "An average of the weights":
+        assert states[0]["stateful"]["average"]["n_averaged"] == 6
+        entries = [entry for entry in read_log(out / "mine") if "average_loss" in entry]
+        assert all(entry["average_loss"] != entry["val_loss"] for entry in entries)
     if name in LOGGED:
         assert sum(LOGGED[name] in entry for entry in read_log(out / "mine")) in (2, 6)
     else:

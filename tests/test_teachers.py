@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from gptling import startup
 from gptling.clock import next_model
+from gptling.evaluation import ROWS_AT_ONCE
 from gptling.pretrained import find_checkpoint
 from gptling.run import RunDirectory, list_models, load_training_state, read_metrics
 from gptling.state import Progress, State
-from gptling.teachers import ROWS_AT_ONCE, takes_probabilities, with_teachers
+from gptling.teachers import takes_probabilities, with_teachers
 from model import GPT, GPTConfig
 from tests.conftest import (
     TINY,
@@ -175,7 +176,7 @@ def test_a_loss_that_takes_no_probabilities_has_no_second_model():
 def test_the_text_is_compared_before_another_model_begins(finished):
     """A model that has ended is followed by another one for the same text."""
     file = finished / "out/mine/checkpoint-20/training_state.pt"
-    saved = torch.load(file)
+    saved = load_training_state(file.parent)
     saved["progress"]["most"] = 20
     torch.save(saved, file)
     (finished / "mine.txt").write_text("another text\n" * 200)
