@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn as nn
 
-from gptling.devices import use_float32_attention
+from gptling.devices import use_cpu_attention
 from gptling.gpt2_format import nearly_equal
 
 WIDE = 256  # bfloat16 and oneDNN pay from this n_embd on: a narrower model stays in the cache
@@ -42,7 +42,7 @@ def faster_copy(model: nn.Module, compile: bool) -> nn.Module:
     if weight.is_cpu and is_wide and torch.backends.mkldnn.is_available():
         if weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
             use_onednn(fast)
-    if weight.is_cpu and weight.dtype == torch.bfloat16 and use_float32_attention(fast):
+    if weight.is_cpu and weight.dtype == torch.bfloat16 and use_cpu_attention(fast):
         fast.cache_dtype = torch.float32  # otherwise each token would cast all keys
     return fast
 

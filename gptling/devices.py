@@ -48,10 +48,16 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Modu
     return model
 
 
-def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
-    """F.scaled_dot_product_attention, in float32 for q in bfloat16: a CPU's bfloat16 kernel is
-    slower, except in training on long sequences."""
-    if q.dtype != torch.bfloat16 or (q.requires_grad and q.size(2) >= 256):
+def cpu_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
+    """F.scaled_dot_product_attention. In training, PyTorch has no CPU kernel with dropout, and in
+    bfloat16 a slow one for short sequences. There, two matmuls take its place. In bfloat16 else,
+    float32's kernel is faster, except in training on long sequences."""
+    dropout_p = options.get("dropout_p", 0.0)
+    short = q.dtype == torch.bfloat16 and q.size(2) <= 256
+    plain = attn_mask is None and options.keys() <= {"dropout_p", "is_causal"}
+    if plain and (dropout_p or (q.requires_grad and short)):
+        return attention_by_matmuls(q, k, v, **options)
+    if q.dtype != torch.bfloat16 or (q.requires_grad and not short):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()
@@ -60,13 +66,25 @@ def float32_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
     return y.to(q.dtype)
 
 
-def use_float32_attention(model: torch.nn.Module) -> bool:
+def attention_by_matmuls(q, k, v, is_causal=False, dropout_p=0.0) -> torch.Tensor:
+    """F.scaled_dot_product_attention of the same arguments, as one matmul with the mask added, a
+    softmax and another matmul. PyTorch's own, with dropout, also looks for queries without keys."""
+    mask = q.new_zeros(q.size(2), k.size(2))  # (T, S)
+    if is_causal:
+        mask = mask.fill_(-math.inf).triu_(1)
+    keys, scale = k.flatten(0, 1).mT, 1 / math.sqrt(q.size(3))
+    scores = torch.baddbmm(mask, q.flatten(0, 1), keys, alpha=scale)  # (B nh, T, S)
+    weights = F.dropout(scores.softmax(-1), dropout_p)
+    return (weights @ v.flatten(0, 1)).unflatten(0, q.shape[:2])
+
+
+def use_cpu_attention(model: torch.nn.Module) -> bool:
     """Let layers that name PyTorch's attention kernel `attend`, as MultiHeadAttention does, use
-    float32_attention. Your own kernel stays. Returns whether each block has one such layer."""
+    cpu_attention. Your own kernel stays. Returns whether each block has one such layer."""
     attend = F.scaled_dot_product_attention
     layers = [m for m in model.modules() if getattr(m, "attend", None) is attend]
     for layer in layers:
-        layer.attend = float32_attention
+        layer.attend = cpu_attention
     return len(layers) == len(set(model.h))
 
 
@@ -84,14 +102,18 @@ def bernoulli_(self, p=0.5, *, generator=None) -> torch.Tensor:
 
 class CrossEntropy(torch.autograd.Function):
     """F.cross_entropy(logits, targets, reduction="none"). The gradient, which is the probabilities
-    less 1 at the target, is computed with the loss, in the memory of the logarithms."""
+    less 1 at the target, is computed with the loss, in the memory of the probabilities."""
 
     @staticmethod
     def forward(ctx, logits, targets):
-        log_probs = logits.log_softmax(-1)  # (N, V)
-        losses = F.nll_loss(log_probs, targets, reduction="none")
+        probs = logits.softmax(-1)  # (N, V)
+        # log_softmax would compute V exponentials of each row again for this gradient. The largest
+        # logit and the largest probability belong to one token: -log of the target's probability
+        # is the difference of their logits, less the log of that probability.
+        differences = logits.amax(-1) + F.nll_loss(logits, targets, reduction="none")  # (N,)
+        losses = (differences - probs.amax(-1).log()).masked_fill(targets == -100, 0)
         columns = targets.clamp(min=0)[:, None]  # -100 is ignored
-        grad = log_probs.exp_().scatter_(1, columns, -1, reduce="add")
+        grad = probs.scatter_(1, columns, -1, reduce="add")
         ctx.save_for_backward(grad, targets)
         return losses
 
@@ -145,7 +167,7 @@ def keep_freed_memory():
 def use_cpu_kernels(model: torch.nn.Module):
     """Speed up training of a model on a CPU. What it computes stays the same."""
     keep_freed_memory()
-    use_float32_attention(model)
+    use_cpu_attention(model)
     replace_operators()
 
 
