@@ -1,6 +1,7 @@
-"""For llama.cpp, Ollama, LM Studio: python docs/to_gguf.py out/mine mine.gguf
+"""For llama.cpp, Ollama, LM Studio: python docs/to_gguf.py out/mine mine.gguf [--type=q8_0]
 
-The first word is a run, a checkpoint, or the hub name of a GPT-2."""
+The first word is a run, a checkpoint, or the hub name of a GPT-2. Weights are in float32, or in
+q8_0: 8-bit integers with a scale for each block of 32."""
 
 import json
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import regex
+from gguf import GGMLQuantizationType, LlamaFileType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gptling.cli import UserError, launch
@@ -40,6 +42,10 @@ def main():
     if model_type != "gpt2":
         raise UserError(f"{source}: its architecture is {model_type}, which is not GPT-2's")
     model = load_model(GPT, source)
+    C = model.config.n_embd
+    is_q8_0 = "--type=q8_0" in sys.argv
+    if is_q8_0 and C % 32:
+        raise UserError(f"{source}: --type=q8_0 needs an n_embd divisible by 32, not {C}")
     tensors = published_tensors(model)
     weights = {name: tensor.numpy() for name, tensor in tensors.items()}
     tokenizer = json.loads(tokenizer_to_json(load_tokenizer(source)))
@@ -59,7 +65,7 @@ def main():
         names[len(wte)] = END_OF_TEXT
         wte = np.vstack([wte, wte.mean(axis=0)])  # its logit is the mean: never the highest
     tokens = [names.get(id, f"[unused {id}]") for id in range(len(wte))]
-    end, C = tokens.index(END_OF_TEXT), model.config.n_embd
+    end = tokens.index(END_OF_TEXT)
     fields = dict(
         block_count=model.config.n_layer, context_length=model.config.block_size,
         embedding_length=C, feed_forward_length=4 * C, head_count=model.config.n_head,
@@ -67,6 +73,7 @@ def main():
         token_types=[1 if token in vocab else 3 for token in tokens],  # normal, control
         token_list=tokens, token_merges=merges, bos_token_id=end, eos_token_id=end,
         add_bos_token=False,
+        file_type=LlamaFileType.MOSTLY_Q8_0 if is_q8_0 else LlamaFileType.ALL_F32,
     )  # fmt: skip
     writer = gguf.GGUFWriter(sys.argv[2], "gpt2")
     for name in fields:
@@ -74,7 +81,10 @@ def main():
     their = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, model.config.n_layer)
     for name, tensor in (weights | {"wte.weight": wte}).items():
         tensor = tensor.T if name[:2] == "h." and tensor.ndim == 2 else tensor  # Conv1D's
-        writer.add_tensor(their.get_name(f"transformer.{name}", (".weight", ".bias")), tensor)
+        is_matrix = tensor.ndim == 2 and name != "wpe.weight"  # llama.cpp adds wpe in float32
+        dtype = GGMLQuantizationType.Q8_0 if is_q8_0 and is_matrix else GGMLQuantizationType.F32
+        their_name = their.get_name(f"transformer.{name}", (".weight", ".bias"))
+        writer.add_tensor(their_name, gguf.quantize(tensor, dtype), raw_dtype=dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -82,6 +92,6 @@ def main():
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) != 3 and sys.argv[3:] != ["--type=q8_0"]:
         sys.exit(__doc__)
     launch(main)

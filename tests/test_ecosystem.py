@@ -13,6 +13,7 @@ import subprocess
 import sys
 import urllib.request
 
+import numpy as np
 import pytest
 import torch
 
@@ -225,6 +226,27 @@ def test_llama_cpp_goes_on_as_we_do(checkpoint, tmp_path):
         assert post("/tokenize", content=text, parse_special=False) == ids
     theirs = post("/completion", prompt=PROMPT, n_predict=N, temperature=0, return_tokens=True)
     assert theirs == greedy(checkpoint)[1]
+
+
+def test_q8_0_keeps_the_weights_within_one_percent(tmp_path):
+    needs("gguf")
+    import gguf
+
+    for C in (48, 64):
+        model = GPT(GPTConfig(vocab_size=257, block_size=16, n_layer=1, n_head=2, n_embd=C))
+        save(model, tmp_path / f"{C}", tokenizer_to_json(build_tokenizer("byte")))
+    failed = run_script("docs/to_gguf.py", "48", "mine.gguf", "--type=q8_0", cwd=tmp_path)
+    assert failed.returncode == 1 and b"divisible by 32, not 48" in failed.stderr
+    output_of("docs/to_gguf.py", "64", "mine.gguf", "--type=q8_0", cwd=tmp_path)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "mine.gguf").tensors}
+    weights = {"token_embd": model.wte, "position_embd": model.wpe, "output_norm": model.ln_f}
+    weights |= {"blk.0.attn_qkv": model.h[0].attn.c_attn, "blk.0.ffn_down": model.h[0].mlp.c_proj}
+    for name, module in weights.items():
+        weight = module.weight.detach().numpy()
+        tensor = tensors[f"{name}.weight"]
+        assert (tensor.tensor_type.name == "Q8_0") == (name not in ("position_embd", "output_norm"))
+        error = gguf.dequantize(tensor.data, tensor.tensor_type) - weight
+        assert np.linalg.norm(error) < 0.01 * np.linalg.norm(weight)
 
 
 # ---------------------------------------------------------------------------- GPT-2 in
