@@ -3,18 +3,20 @@
     python tests/benchmarks/sample.py               # all, about 15 minutes on two cores
     python tests/benchmarks/sample.py prompt small batch
 
-Weights are random. The rows of transformers and CTranslate2 need pip install -e '.[bench]'.
+Weights are random. The rows of other programs need pip install -e '.[bench]'.
 """
 
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 
 import torch
-from report import dtypes, in_turns, main, spread, table
+from report import ROOT, dtypes, in_turns, main, spread, table
 
 SIZES = {
     "0.8 M": dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128),
@@ -53,23 +55,46 @@ def transformers(case: dict, model, idx):
     return lambda n: peer.generate(idx, max_new_tokens=n, min_new_tokens=n, **options)
 
 
-def ctranslate2(case: dict, model, idx):
-    import ctranslate2
+def save_gpt2(model, directory: str):
     import tiktoken
 
     from gptling.gpt2_format import save
     from gptling.tokenizers import tokenizer_to_json
 
+    save(model, directory, tokenizer_to_json(tiktoken.get_encoding("gpt2")))
+
+
+def ctranslate2(case: dict, model, idx):
+    import ctranslate2
+
     with tempfile.TemporaryDirectory() as directory:
-        save(model, f"{directory}/hf", tokenizer_to_json(tiktoken.get_encoding("gpt2")))
+        save_gpt2(model, f"{directory}/hf")
         converter = ctranslate2.converters.TransformersConverter(f"{directory}/hf")
-        converter.convert(f"{directory}/ct2", quantization=case["dtype"])
+        converter.convert(f"{directory}/ct2", quantization=case.get("type", case["dtype"]))
         vocabulary = json.loads(Path(f"{directory}/ct2/vocabulary.json").read_text())
         threads = torch.get_num_threads()
         generator = ctranslate2.Generator(f"{directory}/ct2", intra_threads=threads)
     prompt = [vocabulary[i] for i in idx[0].tolist()]
     options = {"sampling_topk": 200, "sampling_temperature": 0.8}
     return lambda n: generator.generate_batch([prompt], max_length=n, min_length=n, **options)
+
+
+def llama_cpp(case: dict, model, idx):
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.n_ctx, params.n_parallel, params.verbosity = model.config.block_size, 1, 0
+    params.cpuparams.n_threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as directory:
+        save_gpt2(model, directory)
+        params.model.path = f"{directory}/gguf"
+        command = [sys.executable, ROOT / "docs/to_gguf.py", directory, params.model.path]
+        command += [f"--type={case['type']}"] if "type" in case else []
+        subprocess.run(command, check=True)
+        server = xllamacpp.Server(params)
+    options = {"top_k": 200, "temperature": 0.8, "samplers": ["top_k", "temperature"]}
+    options |= {"prompt": idx[0].tolist(), "ignore_eos": True, "cache_prompt": False}
+    return lambda n: server.handle_completions(options | {"n_predict": n})
 
 
 def worker(case: dict):
@@ -83,7 +108,7 @@ def worker(case: dict):
     B, n = case.get("batch", 1), case["tokens"]
     idx = torch.randint(config.vocab_size, (B, case["prompt"]), device=device)
     start = time.perf_counter()
-    peers = {peer.__name__: peer for peer in (gptling, transformers, ctranslate2)}
+    peers = {peer.__name__: peer for peer in (gptling, transformers, ctranslate2, llama_cpp)}
     generate = peers[case["who"]](case, model, idx)
     generate(n)  # warms up
     result = {"ready": time.perf_counter() - start}
@@ -116,6 +141,9 @@ def prompt(repetitions: int):
         cases = {"transformers": {"who": "transformers"}, "gptling": {}}
         if dtype == "float32":
             cases["CTranslate2"] = {"who": "ctranslate2"}
+            cases["CTranslate2, int8"] = {"who": "ctranslate2", "type": "int8"}
+            cases["llama.cpp"] = {"who": "llama_cpp"}
+            cases["llama.cpp, q8_0"] = {"who": "llama_cpp", "type": "q8_0"}
         title, sizes = f"124 M, {dtype}, one prompt of {length}, 64 tokens", {"prompt": length}
         compare(title, repetitions, cases, size="124 M", tokens=64, dtype=dtype, **sizes)
 
