@@ -156,17 +156,21 @@ def choose_algorithms(deterministic: bool):
         torch.use_deterministic_algorithms(True)
 
 
-def keep_freed_memory():
-    """Let glibc keep freed memory for the next step. The system would give new pages of zeros."""
+def keep_freed_memory(sharded: bool = False):
+    """Let glibc keep freed memory for the next step. The system would give new pages of zeros. FSDP
+    frees gathered layers all the time. What a step keeps would lie between them, and no gap would
+    be large enough for the next layer. So their memory goes back to the system."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
+        if sharded:
+            libc.mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: blocks from 1 MB on are the system's own
+        else:
+            libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is the system's own
+            libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back
 
 
 def use_cpu_kernels(model: torch.nn.Module):
     """Speed up training of a model on a CPU. What it computes stays the same."""
-    keep_freed_memory()
     use_cpu_attention(model)
     replace_operators()
 

@@ -89,11 +89,12 @@ class Processes:
         """Put the model on the device, with what --recompute and --fsdp ask for. Return the module
         to call in training: its gradients are the mean over all processes. Raises UserError for
         FSDP in float16."""
+        self.sharded = config.fsdp and self.world_size > 1
         if self.device == "cpu":
             devices.use_cpu_kernels(model)
+            devices.keep_freed_memory(self.sharded)
         if config.recompute:
             recompute_activations(model)
-        self.sharded = config.fsdp and self.world_size > 1
         self.model_class = type(model)  # FSDP changes it
         self.wrapped = model
         if self.sharded:
@@ -137,11 +138,12 @@ class Processes:
         """Return the model with whole parameters, for the first process. All call it."""
         if not self.sharded:
             return model
-        full = {name: gathered(tensor) for name, tensor in model.state_dict().items()}
-        if not self.is_main:
-            return model
-        full_model = self.model_class(model.config)
-        full_model.load_state_dict(full)
+        full_model = self.model_class(model.config) if self.is_main else model
+        full = full_model.state_dict()
+        for name, tensor in model.state_dict().items():  # one whole tensor at a time
+            tensor = gathered(tensor)
+            if self.is_main:
+                full[name].copy_(tensor)
         return full_model
 
     def catch_signals(self):

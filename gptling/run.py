@@ -214,8 +214,9 @@ class RunDirectory:
         if not self.processes.is_main:
             return
         with new_directory(self.path / f"checkpoint-{metrics['step']}") as new:
-            why_not_gpt2 = save_model(model, new, data.tokenizer_json)
             save_training_state(saved, new / "training_state.pt")
+            del saved  # its memory is needed for a copy of the weights
+            why_not_gpt2 = save_model(model, new, data.tokenizer_json)
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
             for name, text in state.sources.items():  # the weights load into this model.py alone
                 (new / name).write_bytes(text)

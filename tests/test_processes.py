@@ -285,3 +285,22 @@ def test_the_quick_start_runs_sharded_with_muon(here):
     finish(torchrun(ROOT / "train.py", *flags, "--fsdp", "--out_dir=out/two", cwd=here))
     assert_close(losses(here / "out/one"), losses(here / "out/two"), 1e-3)
     assert largest_difference(weights(here / "out/one", 6), weights(here / "out/two", 6)) < 1e-3
+
+
+@pytest.mark.slow
+def test_a_shard_of_two_needs_less_than_0_7_of_the_memory(here):
+    """Also of the first process, which gathers the model for a checkpoint."""
+    code = "import resource, subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])\n"
+    code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"  # the largest process's
+    (here / "peak.py").write_text(code)
+    flags = [ROOT / "train.py", "--dataset=mine", "--n_layer=12", "--n_head=8", "--n_embd=512"]
+    flags += ["--block_size=16", "--batch_size=2", "--max_iters=2", "--dtype=float32"]
+
+    def peak(*command):
+        output = output_of(here / "peak.py", *command, cwd=here, OMP_NUM_THREADS="1")
+        return int(output.split()[-1])
+
+    one = peak(*flags, "--out_dir=out/one")
+    launcher = ["-m", "torch.distributed.run", *TORCHRUN]
+    assert peak(*launcher, *flags, "--fsdp", "--out_dir=out/shards") < 0.7 * one
+    assert list_checkpoints(here / "out/shards")[-1].name == "checkpoint-2"
