@@ -189,8 +189,10 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple[str,
         for split, text in group:
             ids = encode(local.tokenizer, text)
             if split == "val" and is_changed(ids, text):
-                what = "bits per byte would be wrong, give another --tokenizer"
-                raise UserError(f"the tokenizer changes the text near {text[:20]!r}: {what}")
+                raise UserError(
+                    f"the tokenizer changes the text near {text[:20]!r}: "
+                    "bits per byte would be wrong, give another --tokenizer"
+                )
             encoded.append((split, ids))
         return encoded
 

@@ -32,8 +32,10 @@ class Dataset:
         if not (directory / "meta.json").is_file():
             files = sorted(Path("data").glob("*/meta.json"))
             prepared = [file.parent.name for file in files]
-            remedy = f"python prepare.py YOUR.txt --name={name}, or --dataset from {prepared}"
-            raise UserError(f"{directory} has no prepared text: {remedy}")
+            raise UserError(
+                f"{directory} has no prepared text: "
+                f"python prepare.py YOUR.txt --name={name}, or --dataset from {prepared}"
+            )
         self.directory = directory
         meta = read_json(directory / "meta.json", "prepare the text again with --overwrite")
         self.fingerprint = meta["sha256"]
@@ -49,8 +51,10 @@ class Dataset:
         n_shared = min(max(lengths), len(self.val))
         self.longest = n_shared - 1  # tokens of the longest sequence that both splits have
         if self.longest < block_size:
-            remedy = f"prepare more text, or lower --block_size={block_size}"
-            raise UserError(f"{directory} has sequences of at most {self.longest} tokens: {remedy}")
+            raise UserError(
+                f"{directory} has sequences of at most {self.longest} tokens: "
+                f"prepare more text, or lower --block_size={block_size}"
+            )
         self.block_size = block_size
         self.offset = 0  # see get_sequences
         self.validate_on(eval_tokens)
@@ -61,9 +65,10 @@ class Dataset:
         for split, n in counts.items():
             stored = meta.get(split, {"tokens": n})["tokens"]
             if n != stored:
-                tokens = f"{n:,} tokens of {split}, not {stored:,}"
-                remedy = "prepare the text again with --overwrite"
-                raise UserError(f"{self.directory} has {tokens}: {remedy}")
+                raise UserError(
+                    f"{self.directory} has {n:,} tokens of {split}, not {stored:,}: "
+                    "prepare the text again with --overwrite"
+                )
 
     def validate_on(self, eval_tokens: int):
         """Choose the validation sequences: all of the split (0), or enough for eval_tokens, spread
@@ -87,8 +92,10 @@ class Dataset:
         if not dropout:
             return
         if not has_merges(self.tokenizer):
-            reason = "the tokenizer is not a BPE, so a text has only one split"
-            raise UserError(f"--bpe_dropout={dropout}: {reason}: give --bpe_dropout=0")
+            raise UserError(
+                f"--bpe_dropout={dropout}: the tokenizer is not a BPE, "
+                "so a text has only one split: give --bpe_dropout=0"
+            )
         self.train = vary_tokens(self.train, self.tokenizer, dropout, seed)
         self.n_tokens = sum(map(len, self.train)) // len(self.train)  # one copy's
 
@@ -98,8 +105,10 @@ class Dataset:
         theirs = load_tokenizer(checkpoint)
         has_same_tokens = ours._mergeable_ranks == theirs._mergeable_ranks
         if ours.n_vocab > vocab_size or not has_same_tokens:
-            remedy = f"give its --dataset, or prepare another text with --tokenizer={checkpoint}"
-            raise UserError(f"{checkpoint} has another tokenizer than {self.directory}: {remedy}")
+            raise UserError(
+                f"{checkpoint} has another tokenizer than {self.directory}: "
+                f"give its --dataset, or prepare another text with --tokenizer={checkpoint}"
+            )
 
     def batch(self, config, step: int, processes) -> list[tuple]:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
@@ -137,9 +146,10 @@ def training_data(config, saved: dict | None = None) -> Dataset:
     data = Dataset(config.dataset, config.block_size, eval_part(config), config.eval_all)
     if saved:
         if saved["data"] != data.fingerprint:
-            remedy = f"prepare it again, or begin another run with --init_from={config.out_dir}"
-            trained_on = f"what {config.out_dir} was trained on"
-            raise UserError(f"{data.directory} is not {trained_on}: {remedy}")
+            raise UserError(
+                f"{data.directory} is not what {config.out_dir} was trained on: "
+                f"prepare it again, or begin another run with --init_from={config.out_dir}"
+            )
         old = saved["config"]
         before = old["batch_size"] * old["gradient_accumulation_steps"]
         now = config.batch_size * config.gradient_accumulation_steps

@@ -32,8 +32,10 @@ def check_finite(loss: torch.Tensor, norm: torch.Tensor, scaler, step: int, conf
     its gradient, and halves the scale, which is an error after fifty such steps."""
     value = loss.item() if scaler.is_enabled() else (loss + norm).item()
     if not math.isfinite(value):
-        remedy = f"lower --learning_rate={config.learning_rate}, or use --dtype=float32"
-        raise UserError(f"the loss or its gradient is {value} at step {step}: {remedy}")
+        raise UserError(
+            f"the loss or its gradient is {value} at step {step}: "
+            f"lower --learning_rate={config.learning_rate}, or use --dtype=float32"
+        )
     if scaler.is_enabled() and scaler.get_scale() <= 2**-34:  # 65536 at first
         raise UserError(f"no gradient was finite in 50 steps before {step}: use --dtype=float32")
 

@@ -53,8 +53,10 @@ def logits_and_attention(model: torch.nn.Module, idx: torch.Tensor):
     T = idx.size(1)
     shapes = {w.shape[1:] for w in attention.weights}
     if shapes != {(T, T)} or any(w.triu(1).any() for w in attention.weights):
-        what = f"F.scaled_dot_product_attention of all {T} tokens to themselves and earlier ones"
-        raise UserError(f"--explain: model.py must call {what}")
+        raise UserError(
+            "--explain: model.py must call F.scaled_dot_product_attention "
+            f"of all {T} tokens to themselves and earlier ones"
+        )
     return logits[0], torch.stack(attention.weights)
 
 

@@ -24,8 +24,10 @@ class Processes:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not os.environ.get(name)]
         if missing and (self.rank or self.world_size > 1):
-            way = "unset RANK and WORLD_SIZE, or start with torchrun"
-            raise UserError(f"the environment has no {', '.join(missing)}: {way}")
+            raise UserError(
+                f"the environment has no {', '.join(missing)}: "
+                "unset RANK and WORLD_SIZE, or start with torchrun"
+            )
         self.is_main = self.rank == 0  # the process that writes and prints for all
         self.signal = 0  # see catch_signals
         self.sharded = False  # whether FSDP shards the model: see wrap

@@ -83,8 +83,10 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = torch.load(checkpoint / "training_state.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # PyTorch has many classes of them
-        hint = f"delete {checkpoint} to resume from the one before"
-        raise UserError(f"training_state.pt cannot be read ({error!r:.60}): {hint}") from None
+        raise UserError(
+            f"training_state.pt cannot be read ({error!r:.60}): "
+            f"delete {checkpoint} to resume from the one before"
+        ) from None
     if state["format"] != FORMAT:
         raise UserError(f"{checkpoint} is of another version: begin with --init_from={checkpoint}")
     return state
@@ -99,8 +101,10 @@ def save_training_state(state: dict[str, Any], file: Path):
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         culprit = named[1] if named else error
-        remedy = "use numbers, strings, lists, dicts and tensors alone"
-        raise UserError(f"no run could resume with a {culprit} in its state: {remedy}") from None
+        raise UserError(
+            f"no run could resume with a {culprit} in its state: "
+            "use numbers, strings, lists, dicts and tensors alone"
+        ) from None
 
 
 def read_settings(run: Path) -> dict[str, Any]:

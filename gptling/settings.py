@@ -67,8 +67,9 @@ class Start:
             if state.config.auto_resume:  # as in a chain of jobs
                 print(finished)
                 sys.exit()
-            ways = f"--minutes=5 adds five minutes, --max_iters={2 * end} sets a new end"
-            raise UserError(f"{finished}: {ways}")
+            raise UserError(
+                f"{finished}: --minutes=5 adds five minutes, --max_iters={2 * end} sets a new end"
+            )
         self.run.start(state)
         self.progress = state.progress
 
@@ -149,14 +150,18 @@ def resume_or_begin(config, given: dict, start: Start):
         )
     if checkpoints and not config.overwrite:
         if not (config.resume or config.auto_resume):
-            ways = "--resume continues it, --overwrite replaces it, --out_dir keeps both"
-            raise UserError(f"{run.path} already has a run: {ways}")
+            raise UserError(
+                f"{run.path} already has a run: "
+                "--resume continues it, --overwrite replaces it, --out_dir keeps both"
+            )
         start.checkpoint = check_files(checkpoints[-1])
         start.saved = load_training_state(start.checkpoint)
     step = start.saved["progress"]["step"] if start.saved else 0
     if run.processes.all_reduce_max(step) != step:
-        way = "--out_dir has to be one folder for all machines"
-        raise UserError(f"another process resumes from a later step than {step}: {way}")
+        raise UserError(
+            f"another process resumes from a later step than {step}: "
+            "--out_dir has to be one folder for all machines"
+        )
     if not start.saved:
         return config
     saved = start.saved["config"]
@@ -239,7 +244,9 @@ def change_length(config, flag: str, progress: Progress, processes):
 def check_schedule(config):
     """Raise UserError for a final rate above the peak. Print that the warm-up is cut off."""
     if config.min_lr > config.learning_rate:
-        rates = f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}"
-        raise UserError(f"{rates}: give a lower --min_lr")
+        raise UserError(
+            f"--min_lr={config.min_lr} is above --learning_rate={config.learning_rate}: "
+            "give a lower --min_lr"
+        )
     if config.warmup_iters > config.max_iters:
         print(f"--warmup_iters={config.warmup_iters}: the run ends at step {config.max_iters}")

@@ -145,8 +145,9 @@ def check_optimizers(model: torch.nn.Module, optimizers: list):
             counts.update(group["params"])
     for name, p in model.named_parameters():
         if p.requires_grad and counts[p] != 1:
-            remedy = "configure_optimizers has to give it to one"
-            raise UserError(f"{name} is in {counts[p]} optimizers: {remedy}")
+            raise UserError(
+                f"{name} is in {counts[p]} optimizers: configure_optimizers has to give it to one"
+            )
 
 
 def unsharded(state: Any) -> Any:

@@ -66,8 +66,10 @@ def vary_tokens(shards: list, tokenizer: tiktoken.Encoding, dropout: float, seed
     UserError for more than MOST_TOKENS."""
     ids = np.concatenate(shards).tolist()
     if len(ids) > MOST_TOKENS:
-        reason = f"the text has {len(ids):,} tokens, more than {MOST_TOKENS:,}"
-        raise UserError(f"--bpe_dropout={dropout}: {reason}: give --bpe_dropout=0")
+        raise UserError(
+            f"--bpe_dropout={dropout}: the text has {len(ids):,} tokens, "
+            f"more than {MOST_TOKENS:,}: give --bpe_dropout=0"
+        )
     words = find_words(tokenizer.decode_bytes(ids).decode(errors="ignore"), tokenizer)
     rng = random.Random(seed)
     splits = {

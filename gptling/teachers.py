@@ -64,8 +64,10 @@ def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.M
         teacher = load_model(model_class, path, config.allow_changed_model)
         data.check_tokenizer(path, teacher.config.vocab_size)
         if teacher.config.block_size < config.block_size:
-            longest = f"{path} has at most {teacher.config.block_size} tokens"
-            raise UserError(f"--block_size={config.block_size}: the teacher {longest}")
+            raise UserError(
+                f"--block_size={config.block_size}: "
+                f"the teacher {path} has at most {teacher.config.block_size} tokens"
+            )
         idx = torch.arange(min(8, teacher.config.block_size))[None]
         if not torch.allclose(teacher(idx)[0], teacher.logits(teacher.hidden(idx)), atol=1e-4):
             raise UserError(f"--teacher={path}: GPT.forward is not GPT.logits of GPT.hidden")

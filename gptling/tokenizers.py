@@ -154,11 +154,14 @@ def published_tokenizer(name: str) -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding(name)
     except OSError as error:  # the download failed
-        remedy = "connect to the network once, or set TIKTOKEN_CACHE_DIR to a folder that has"
-        raise UserError(f"--tokenizer={name}: {remedy} {error.request.url}") from None
+        raise UserError(
+            f"--tokenizer={name}: connect to the network once, "
+            f"or set TIKTOKEN_CACHE_DIR to a folder that has {error.request.url}"
+        ) from None
     except ValueError as error:
-        remedy = f"give one of {TOKENIZERS}, gpt2 or a directory"
-        raise UserError(f"--tokenizer={name}: {remedy}: {error}") from None
+        raise UserError(
+            f"--tokenizer={name}: give one of {TOKENIZERS}, gpt2 or a directory: {error}"
+        ) from None
 
 
 def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_text=True):
@@ -179,8 +182,9 @@ def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_t
     else:
         tokenizer = published_tokenizer(kind)
     if vocab_size not in (0, tokenizer.n_vocab):
-        remedy = f"give {tokenizer.n_vocab}, or more text for a bpe"
-        raise UserError(f"--vocab_size={vocab_size}: {remedy}")
+        raise UserError(
+            f"--vocab_size={vocab_size}: give {tokenizer.n_vocab}, or more text for a bpe"
+        )
     return tokenizer
 
 
@@ -284,7 +288,8 @@ def save_tokenizer(tokenizer: tiktoken.Encoding, directory: Path) -> tiktoken.En
     (directory / "tokenizer.json").write_text(tokenizer_to_json(tokenizer), "utf-8")
     stored = load_tokenizer(directory)
     if type(stored) is not type(tokenizer):
-        remedy = "tokenizer_to_json and load_tokenizer have to know its class"
-        kind = type(stored).__name__
-        raise UserError(f"tokenizer.json of {tokenizer.name} is read as a plain {kind}: {remedy}")
+        raise UserError(
+            f"tokenizer.json of {tokenizer.name} is read as a plain {type(stored).__name__}: "
+            "tokenizer_to_json and load_tokenizer have to know its class"
+        )
     return stored
