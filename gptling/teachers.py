@@ -16,14 +16,14 @@ from gptling import devices
 from gptling.evaluation import ROWS_AT_ONCE
 from gptling.files import UserError
 from gptling.pretrained import find_checkpoint, load_model
+from gptling.run import list_teachers
 
 
 def teacher_paths(config) -> list[Path]:
     """Return the teachers: runs or checkpoints that --teacher names, or the models that a run has
     trained before this one, wherever it is now."""
     if config.teacher and config.models_before:
-        names = (f"teacher-{i + 1}" for i in range(config.models_before))
-        return [Path(config.out_dir, name) for name in names]
+        return list_teachers(config.out_dir)
     return [Path(path) for path in config.teacher.split(",") if path]
 
 
