@@ -151,7 +151,7 @@ def advice(config, data, progress, overfitted_since: int | None) -> str:
     epochs = progress.step * tokens_per_step(config) / data.n_tokens
     if overfitted_since and epochs >= GOOD_EPOCHS:
         hint = f"The model has overfitted since step {overfitted_since}: more text would help."
-    elif progress.step >= most_steps(config, data.n_tokens):
+    elif progress.step >= progress.most:
         hint = "More text would help now. More time would not, because the model would overfit."
         if can_be_followed(config):
             minutes = math.ceil(1.5 * (progress.seconds - progress.began) / 60)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gptling.report import Report
+from gptling.schedule import most_steps
 from gptling.state import Progress
 from gptling.tokenizers import load_tokenizer
 from model import GPT, GPTConfig
@@ -201,6 +202,7 @@ def test_the_last_lines_say_the_loss_and_what_is_next(
     settings = {"batch_size": 5, "block_size": 100, "max_iters": 2000, "teacher": teacher}
     report = report_of(tmp_path, step=1200, data=data, **settings)
     report.progress.began = report.progress.seconds - 90
+    report.progress.most = most_steps(report.config, data.n_tokens)
     report.close(stopped=False)
     done, *lines = capsys.readouterr().out.splitlines()[1:]
     best = f"checkpoint-{10 if losses[0] < losses[1] else 1200}"
