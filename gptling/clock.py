@@ -127,7 +127,7 @@ def next_model(config, progress, processes):
     # The time left, as a multiple of this model's time. The first process's clock decides.
     now = progress.seconds
     left = (60 * config.minutes - now) / (now - progress.began)
-    left = processes.all_reduce_max(processes.is_main * round(1000 * left)) / 1000
+    left = processes.all_reduce_max(processes.is_main * round(left, 3))
     following = copy.copy(config)
     following.models_before = n
     following.max_iters = progress.max_iters

@@ -237,7 +237,7 @@ class Planner:
 
     def now(self) -> float:
         """Return the seconds since the command started, by the slowest process's clock."""
-        return self.processes.all_reduce_max(round(1e6 * startup.seconds())) / 1e6
+        return self.processes.all_reduce_max(startup.seconds())
 
     def seconds_left(self) -> float:
         """Return the seconds of config.minutes that are left."""

@@ -67,12 +67,12 @@ class Processes:
         is_long = config.minutes > 2 if config.minutes else config.max_iters > 1000
         return self.device == "cuda" and devices.has_triton() and is_long
 
-    def all_reduce_max(self, value: int = 0) -> int:
+    def all_reduce_max(self, value: float = 0) -> float:
         """Return the largest `value` of all processes."""
-        tensor = torch.tensor(value)
+        tensor = torch.tensor(value, dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return int(tensor)
+        return type(value)(tensor)
 
     barrier = all_reduce_max  # whatever the value: it waits for all processes
 
