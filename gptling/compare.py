@@ -143,21 +143,20 @@ def train(side: Side, seed: int, steps: int) -> dict:
     machine = version("torch"), sys.version, platform.processor(), threads
     key = repr((side.tree, flags, contents, machine)).encode()
     finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
-    is_new = not finished.exists()
-    if is_new:
+    if not finished.exists():
         run = OUT / side.name / "run"
-        print(f"seed {seed}: {side.name}, {steps} steps, logged in {run / 'log.jsonl'}")
+        log = run / "log.jsonl"
+        print(f"seed {seed}: {side.name}, {steps} steps, logged in {log}")
         shutil.rmtree(run, ignore_errors=True)
         flags += [f"--out_dir={run}", "--curves=False"]
         execute(sys.executable, code_of(side.name) / "train.py", *flags)
-        if read_log(run / "log.jsonl")[-1].get("bits_per_byte") is None:
+        last = read_log(log)[-1]
+        if last.get("bits_per_byte") is None:
             raise UserError(f"{side.name}: its last evaluation failed, train it alone to see why")
-        replace(finished, (run / "log.jsonl").read_bytes())
-    log = read_log(finished)
-    result = log[-1] | {"side": side.name, "ms": step_time(log)}
-    if is_new:
-        print(f"    {result['bits_per_byte']:.3f} bits per byte in {result['seconds']:.0f} s")
-    return result
+        print(f"    {last['bits_per_byte']:.3f} bits per byte in {last['seconds']:.0f} s")
+        replace(finished, log.read_bytes())
+    entries = read_log(finished)
+    return entries[-1] | {"side": side.name, "ms": step_time(entries)}
 
 
 def step_time(log: list[dict]) -> float:
