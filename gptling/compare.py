@@ -175,12 +175,14 @@ def judge(differences: list[float]) -> str:
     half = quantile * stdev(differences) / n**0.5
     size = abs(difference)
     if size <= half:
-        interval = f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte"
-        seen = f"mean {difference:+.4f}, {interval}, negative is better"
-        return f"no difference that {n} seeds can show ({seen})"
+        return (
+            f"no difference that {n} seeds can show (mean {difference:+.4f}, "
+            f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte, "
+            "negative is better)"
+        )
     word = "better" if difference < 0 else "worse"
-    interval = f"{size - half:.4f} to {size + half:.4f}, {n} seeds"
-    return f"{word} by {size:.4f} bits per byte ({interval})"
+    interval = f"{size - half:.4f} to {size + half:.4f}"
+    return f"{word} by {size:.4f} bits per byte ({interval}, {n} seeds)"
 
 
 def verdict(runs: list[dict], first: list[dict]) -> str:
@@ -214,16 +216,17 @@ def answer(question: str, sides: list[Side], seeds: range, count_steps: Callable
     for side, runs in results.items():
         steps = mean(run["step"] for run in runs)
         loss = mean(run["bits_per_byte"] for run in runs)
-        numbers = f"{runs[0]['parameters']:,} parameters, {steps:.0f} steps"
-        print(f"{side.name}: {numbers}, {loss:.3f} bits per byte")
+        print(
+            f"{side.name}: {runs[0]['parameters']:,} parameters, {steps:.0f} steps, "
+            f"{loss:.3f} bits per byte"
+        )
     commit = execute("git", "rev-parse", "--short", "HEAD")
     for other in others:
-        line = f"{other.name} against {first.name} {question}: "
-        line += verdict(results[other], results[first])
+        runs = results[other]
+        line = f"{other.name} against {first.name} {question}: {verdict(runs, results[first])}"
         print(line)
         with (OUT / "verdicts.tsv").open("a", encoding="utf-8") as file:
-            n = len(results[other])
-            print(date.today(), other.name, commit, n, line, sep="\t", file=file)
+            print(date.today(), other.name, commit, len(runs), line, sep="\t", file=file)
     return results
 
 

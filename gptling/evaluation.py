@@ -100,8 +100,10 @@ def print_loss(name, model: torch.nn.Module, data, batch_size: int, processes, a
     """--eval_only: print the loss of the model `name`, as evaluate returns it."""
     metrics = evaluate(model, data, batch_size, processes, autocast)
     nats = metrics["val_loss"]
-    losses = f"{nats:.4f} nats per token, perplexity {torch.tensor(nats).exp():,.4f}"
-    losses += f", {metrics['bits_per_byte']:.4f} bits per byte"
-    print(f"{losses}: {name}, over {metrics['val_tokens']:,} tokens of {data.directory}")
+    print(
+        f"{nats:.4f} nats per token, perplexity {torch.tensor(nats).exp():,.4f}, "
+        f"{metrics['bits_per_byte']:.4f} bits per byte: "
+        f"{name}, over {metrics['val_tokens']:,} tokens of {data.directory}"
+    )
     if not metrics["is_cross_entropy"]:
         print("This is not the cross-entropy of the logits: see GPT.losses")

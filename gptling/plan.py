@@ -301,5 +301,7 @@ def complete(config, longest: float, set_up, processes):
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
     if can_be_followed(config) and 2 * seconds < planner.seconds_left():
-        needs = f"one model needs {seconds / 60:.2g} min"
-        print(f"    {needs}: if time is left, others follow, and the last learns from them")
+        print(
+            f"    one model needs {seconds / 60:.2g} min: "
+            "if time is left, others follow, and the last learns from them"
+        )

@@ -67,18 +67,22 @@ class Report:
         config, data, max_iters = self.config, self.data, self.progress.max_iters
         tokens = tokens_per_step(config)
         epochs = max_iters * tokens / data.n_tokens
-        shape = f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}"
         machine = f"{self.processes.device}, {dtype}"
         if self.processes.world_size > 1:
             machine += f", {self.processes.world_size} processes"
         if self.step:
             machine += f", from step {self.step}"
-        validated = f"{data.val_targets:,} of {self.all_targets:,}"
         if self.model.uninitialised:
             print(f"not drawn by init_weights: {', '.join(self.model.uninitialised)}")
         if config.models_before == 0 or self.step:
-            print(f"data:  {data.n_tokens:,} tokens to train on, {validated} to validate on")
-            print(f"model: {self.n_parameters:,} parameters, {shape}, context {config.block_size}")
+            print(
+                f"data:  {data.n_tokens:,} tokens to train on, "
+                f"{data.val_targets:,} of {self.all_targets:,} to validate on"
+            )
+            print(
+                f"model: {self.n_parameters:,} parameters, {config.n_layer} layers, "
+                f"{config.n_head} heads, width {config.n_embd}, context {config.block_size}"
+            )
         print(f"run:   {max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
         print(f"       saved in {config.out_dir}, {machine}")
         if config.init_from == "scratch" and not (self.step or config.models_before):
@@ -123,8 +127,10 @@ class Report:
             if self.processes.world_size > 1:  # the others would wait for this process
                 raise
             place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(place.filename).name}:{place.lineno}"
-            self.say(f"{function.__name__} failed at {where}: {error!r:.99}")
+            self.say(
+                f"{function.__name__} failed at {Path(place.filename).name}:{place.lineno}: "
+                f"{error!r:.99}"
+            )
             return {}
 
     def show(self, entry: dict):
@@ -179,8 +185,10 @@ class Report:
         of less than a tenth is in the log alone."""
         steps = self.progress.max_iters
         if abs(steps - self.printed_steps) >= 0.1 * self.printed_steps:
-            times = f"{1000 * step_time:.0f} ms each and {evaluation_time:.1f} s for an evaluation"
-            self.say(f"the plan is now {steps:,} steps, {times}")
+            self.say(
+                f"the plan is now {steps:,} steps, {1000 * step_time:.0f} ms each "
+                f"and {evaluation_time:.1f} s for an evaluation"
+            )
             self.printed_steps = steps
         self.log(step=self.progress.step, max_iters=steps)
         self.bar.total = steps
