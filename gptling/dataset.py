@@ -114,11 +114,8 @@ class Dataset:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
         place = processes.rank, processes.world_size
         sequences = get_sequences(self.train, config, step, *place, offset=self.offset)
-        batches = []
-        for ids in map(processes.to_device, sequences):  # (B, T + 1)
-            targets = ids[:, 1:].clone()  # you may change these
-            batches.append((ids[:, :-1], targets))
-        return batches
+        batch = processes.to_device(sequences)  # (micro_steps, B, T + 1)
+        return [(ids[:, :-1], ids[:, 1:].clone()) for ids in batch]  # you may change targets
 
     def validation_batches(self, batch_size: int, processes) -> Iterator[tuple]:
         """Yield (inputs, targets) of this process's share of the validation sequences. A shorter
@@ -193,7 +190,8 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> 
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     lengths = tuple(map(len, shards))
-    ends = np.cumsum([count_sequences(length, T) for length in lengths])
+    counts = np.array([count_sequences(length, T) for length in lengths])  # of each shard
+    ends = counts.cumsum()
     n = int(ends[-1])  # the sequences of each epoch
     sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)
     for m, row in np.ndindex(micro_steps, B):
@@ -202,8 +200,7 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> 
         order, firsts = draw_epoch(lengths, T, config.model_seed, epoch)
         number = int(order[i])
         shard = np.searchsorted(ends, number, side="right")
-        before = ends[shard - 1] if shard > 0 else 0  # sequences of the shards before
+        before = ends[shard] - counts[shard]  # sequences of the shards before
         start = firsts[shard] + T * (number - before)
-        end = start + T + 1
-        sequences[m, row] = shards[shard][start:end]
+        sequences[m, row] = shards[shard][start : start + T + 1]
     return torch.from_numpy(sequences)
