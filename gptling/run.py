@@ -62,8 +62,7 @@ def best_checkpoint(run: str | Path) -> Path | None:
 
 def check_files(checkpoint: Path) -> Path:
     """Return a checkpoint of a run. Raises UserError for a file that was not copied whole."""
-    read_metrics(checkpoint)
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("metrics.json", "config.json", "tokenizer.json"):
         read_json(checkpoint / name, f"delete {checkpoint}")
     if not (checkpoint / "model.safetensors").is_file():
         raise UserError(f"{checkpoint} has no model.safetensors: delete {checkpoint}")
@@ -176,8 +175,8 @@ class RunDirectory:
             last = checkpoints[-1]
             was_stopped = "val_loss" not in read_metrics(last)  # in its last evaluation
             best = last if was_stopped else best_of(checkpoints)
-            copy = shutil.copy(last / "training_state.pt", best / ".training_state.pt")
-            Path(copy).replace(best / "training_state.pt")  # so that no one continues from the best
+            # So that no one continues from the best.
+            replace(best / "training_state.pt", (last / "training_state.pt").read_bytes())
             for path in checkpoints:
                 if path != best:
                     delete_checkpoint(path)
