@@ -30,19 +30,19 @@ class Muon(torch.optim.Optimizer):
 
     def update(self, params: list[Tensor], group: dict):
         """Update parameters, with all their matrices of one shape in one batch."""
-        wholes = []  # the parameters, gathered from all processes if they are sharded
+        wholes = {}  # {parameter: itself, or gathered from all processes if it is sharded}
         by_shape = {}  # {shape: [(weight, update), ...]} of all matrices, as views of the whole
         for p in params:
             weight = whole(p)
             update = whole(self.update_momentum(p, group["momentum"]))
-            wholes.append(weight)
+            wholes[p] = weight
             rows = getattr(p, "matrices", [p.size(-2)])
             parts = zip(weight.split(rows, -2), update.split(rows, -2), strict=True)
             for matrix, its_update in parts:
                 by_shape.setdefault(matrix.shape, []).append((matrix, its_update))
         for pairs in by_shape.values():
             self.apply(pairs, group)
-        for p, weight in zip(params, wholes, strict=True):
+        for p, weight in wholes.items():
             if weight is not p:
                 p.copy_(shard(weight, p))
 
