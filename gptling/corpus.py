@@ -214,22 +214,22 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
     end = [tokenizer.eot_token] if END_OF_TEXT in tokenizer.special_tokens_set else []
     unsaved = {"train": bytearray(), "val": bytearray()}
     n_tokens = Counter()
-    hashes = {"train": hashlib.sha256(), "val": hashlib.sha256()}
+    fingerprint = hashlib.sha256()
     names = (directory / f"train-{n:05}.npy" for n in count())
 
     def save_shard():
         np.save(next(names), np.frombuffer(unsaved["train"], dtype))
+        fingerprint.update(unsaved["train"])
         unsaved["train"] = bytearray()
 
     for split, ids in encoded:
         ids = np.array(ids if len(ids) else end, dtype)
         unsaved[split] += ids.tobytes()
         n_tokens[split] += len(ids)
-        hashes[split].update(ids)
         if len(unsaved["train"]) >= TOKENS_PER_SHARD * dtype.itemsize:
             save_shard()
     if unsaved["train"]:
         save_shard()
     np.save(directory / "val.npy", np.frombuffer(unsaved["val"], dtype))
-    hashes["train"].update(hashes["val"].digest())
-    return n_tokens, hashes["train"].hexdigest()
+    fingerprint.update(hashlib.sha256(unsaved["val"]).digest())
+    return n_tokens, fingerprint.hexdigest()
