@@ -105,9 +105,8 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
         return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
-    url = name
     if name == "shakespeare" and not os.path.exists(name):
-        url = SHAKESPEARE
+        name = SHAKESPEARE
     try:
         if name.startswith("hf:"):
             from datasets import load_dataset  # not everybody has it
@@ -115,14 +114,14 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
             _, repo, config, split = f"{name}::".split(":")[:4]
             records = load_dataset(repo, config or None, split=split or "train", streaming=True)
             return [write_records(records, field, downloads)]
-        if url.startswith(("http://", "https://")):
-            return [download(url, downloads)]
+        if name.startswith(("http://", "https://")):
+            return [download(name, downloads)]
     except ImportError:
         raise
     except Exception as error:  # the hub's packages raise those of others, such as httpx
-        hint = BY_HAND if url == SHAKESPEARE else ""
+        hint = BY_HAND * (name == SHAKESPEARE)
         hint += ". Give hf:NAME:CONFIG:SPLIT" * name.startswith("hf:")
-        raise UserError(f"{url}: {error}{hint}") from None
+        raise UserError(f"{name}: {error}{hint}") from None
     # Windows' shells leave it to the program what *.txt means.
     paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
     if not any(os.path.isfile(path) or os.path.isdir(path) for path in paths):
