@@ -70,8 +70,8 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
     Raises ValueError if a GPT-2 of these sizes has other tensors."""
     C = config.n_embd
     T = idx.size(1)
-    options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-    options["activation"] = partial(F.gelu, approximate="tanh")
+    gelu = partial(F.gelu, approximate="tanh")
+    options = {"dropout": 0.0, "activation": gelu, "batch_first": True, "norm_first": True}
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced
         block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
         norm = nn.LayerNorm(C)
@@ -165,8 +165,10 @@ def save(model: nn.Module, directory: str | Path, tokenizer_json: str | None = N
     if tokenizer_json:
         end_of_text = Tokenizer.from_str(tokenizer_json).token_to_id(END_OF_TEXT)
         # GPT2Tokenizer, transformers' own choice, would split every text as GPT-2 does.
-        options = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        options["model_max_length"] = model.config.block_size
+        options = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": model.config.block_size,
+        }
         if end_of_text is not None:
             options |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
         (directory / "tokenizer_config.json").write_text(json.dumps(options, indent=2))
