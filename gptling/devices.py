@@ -10,7 +10,6 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from torch.utils._triton import has_triton  # noqa: F401, for train.py
 
 from gptling.files import UserError
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
 from gptling import devices
@@ -65,7 +66,7 @@ class Processes:
         if config.compile != "auto":
             return config.compile
         is_long = config.minutes > 2 if config.minutes else config.max_iters > 1000
-        return self.device == "cuda" and devices.has_triton() and is_long
+        return self.device == "cuda" and has_triton() and is_long
 
     def all_reduce_max(self, value: float = 0) -> float:
         """Return the largest `value` of all processes."""

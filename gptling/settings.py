@@ -84,7 +84,7 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     config.out_dir = Path(config.out_dir or f"out/{config.dataset}").expanduser().as_posix()
     if config.teacher:
         config.teacher = given["teacher"] = find_teachers(config)
-    length_flag = next((name for name in given if name in ("minutes", "max_iters")), "")  # the last
+    length_flag = next((flag for flag in given if flag in ("minutes", "max_iters")), "")
     if length_flag == "minutes" and not config.minutes:
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
