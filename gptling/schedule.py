@@ -61,12 +61,15 @@ def fill_in(config, values: dict):
     muon_rate = 0.05 * min(1, math.sqrt(128 / width))
     tenth = 1 if config.init_from == "scratch" else 10
     set_missing(config, learning_rate=adamw_rate / tenth, muon_lr=muon_rate / tenth)
-    set_missing(config, min_lr=config.learning_rate / 100)
-    set_missing(config, warmup_iters=math.ceil(config.max_iters / 50))
+    set_missing(
+        config,
+        min_lr=config.learning_rate / 100,
+        warmup_iters=math.ceil(config.max_iters / 50),
+        muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9,
+    )
     if config.teacher:
         n_teachers = config.models_before or len(config.teacher.split(","))
         set_missing(config, teacher_share=n_teachers / (n_teachers + 1))  # the text counts as one
-    set_missing(config, muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9)
 
 
 def eval_part(config) -> int:
