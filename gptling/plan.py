@@ -62,7 +62,6 @@ class Planner:
         self.processes = processes
         self.train_tokens = data.n_tokens
         self.val_tokens = len(data.val)
-        self.vocab_size = data.tokenizer.n_vocab
         self.longest = min(longest, data.longest)
         # Whether the text has other tokens in each pass, by bpe_dropout.
         is_short = data.n_tokens <= MOST_TOKENS
@@ -73,7 +72,7 @@ class Planner:
     def plan(self) -> float:
         """Set the fields that are None to what makes the best of the time. Return the seconds of
         the planned steps. Raises MemoryError."""
-        candidate, step = self.choose_model()
+        chosen, step = self.choose_model()
         if step == math.inf:
             raise MemoryError
 
@@ -81,16 +80,15 @@ class Planner:
             tokens = self.schedule(config, step)["max_iters"] * tokens_per_step(config)
             return self.configuration(config.n_layer, config.n_embd, tokens)
 
-        planned = in_time(candidate)
+        planned = in_time(chosen)
         if planned.bpe_dropout:  # more steps are allowed (most_steps), and other batches fit them
             planned = in_time(planned)
-        if planned != candidate:
+        if planned != chosen:
             its_step = self.time_step(planned)
-            if its_step == math.inf:
-                planned = candidate
-            else:
+            if its_step < math.inf:
+                chosen = planned
                 step = its_step
-        fill_in(self.config, vars(planned) | self.schedule(planned, step))
+        fill_in(self.config, vars(chosen) | self.schedule(chosen, step))
         set_missing(self.config, **self.decays())
         return step * self.config.max_iters
 
@@ -227,7 +225,7 @@ class Planner:
     def parameters(self, config) -> int:
         """Return about how many parameters a GPT of this configuration has."""
         width = config.n_embd
-        return 12 * config.n_layer * width**2 + width * self.vocab_size
+        return 12 * config.n_layer * width**2 + width * self.data.tokenizer.n_vocab
 
     def enough_tokens(self, n_parameters: int) -> float:
         """Return how many tokens a model should see: 1.5 per parameter. If the text is short, four

@@ -41,7 +41,7 @@ class Simulator(Planner):
         processes = SimpleNamespace(world_size=world_size, device="cpu")
         super().__init__(TrainConfig(**fixed), data, math.inf, None, processes)
         self.left, self.flops, self.timed = 60 * minutes, flops, []
-        self.can_vary = self.vocab_size > 100
+        self.can_vary = data.tokenizer.n_vocab > 100
 
     def plan(self):
         super().plan()
@@ -242,7 +242,7 @@ def test_a_step_is_all_its_micro_batches_and_an_update(
         def forward(self, idx, targets):
             planner.clock += slow if len(steps) % 5 < 2 else 2 * slow  # bursts of other work
             shapes.add(idx.shape)
-            assert 2 < targets.max() < planner.vocab_size
+            assert 2 < targets.max() < planner.data.tokenizer.n_vocab
             return None, super().forward(torch.ones(1, 1)).sum()
 
     class Optimizer(torch.optim.SGD):
