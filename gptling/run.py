@@ -153,7 +153,7 @@ class RunDirectory:
             shutil.rmtree(path, ignore_errors=True)
         self.truncate_log(done)
         if not done:  # later ones come with a checkpoint
-            self.write_settings(state.configuration())
+            self.write_settings(state)
 
     def move_old_run(self):
         """Move the run that is here to NAME.old, or NAME.old2 if there is one, and so on. Lock the
@@ -195,10 +195,10 @@ class RunDirectory:
                     kept.append(line + b"\n")
         replace(log, b"".join(kept))
 
-    def write_settings(self, settings: dict[str, Any]):
+    def write_settings(self, state):
         """Write config.toml."""
         text = f"{HEADER} Edits have no effect on --resume, which has flags.\n"
-        for name, value in settings.items():
+        for name, value in state.configuration().items():
             if value is not None:  # TOML's strings are JSON's
                 text += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
         replace(self.path / "config.toml", text.encode())
@@ -223,7 +223,7 @@ class RunDirectory:
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
             for name, text in state.sources.items():  # the weights load into this model.py alone
                 (new / name).write_bytes(text)
-        self.write_settings(state.configuration())  # max_iters may have changed
+        self.write_settings(state)  # max_iters may have changed
         checkpoints = list_checkpoints(self.path)
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
