@@ -10,7 +10,6 @@ in out/compare/verdicts.tsv: the date, the side, the base's commit, the seeds, t
 
 import functools
 import hashlib
-import json
 import os
 import platform
 import re
@@ -31,7 +30,7 @@ from statistics import mean, stdev
 import tyro
 
 from gptling.cli import Empty, PositiveInt, check_numbers, launch, load_config
-from gptling.files import UserError, lock_directory, replace
+from gptling.files import UserError, lock_directory, read_log, replace
 
 OUT = Path("out/compare")
 COUNT_STEPS = """import train
@@ -121,11 +120,6 @@ def count_steps(side: Side) -> int:
     script = code_of(side.name) / "count_steps.py"
     script.write_text(COUNT_STEPS)
     return int(execute(sys.executable, script, *side.flags))
-
-
-def read_log(file: Path) -> list[dict]:
-    """Return the entries of a log.jsonl."""
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
 def train(side: Side, seed: int, steps: int) -> dict:

@@ -54,6 +54,11 @@ def read_json(file: Path, remedy: str = "") -> dict:
         raise UserError(f"{file} cannot be read ({error}){hint}") from None
 
 
+def read_log(file: Path) -> list[dict]:
+    """Return the entries of a log.jsonl."""
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
 def lock_directory(directory: Path) -> filelock.FileLock:
     """Keep other processes out of a directory until release() of the lock, or until this process
     ends or is killed. Raises UserError if another process has the lock."""

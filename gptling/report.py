@@ -16,6 +16,7 @@ from gptling.cli import progress_bar
 from gptling.clock import advice
 from gptling.devices import flops_utilisation
 from gptling.evaluation import comparable, eval_mode
+from gptling.files import read_log
 from gptling.run import best_checkpoint, list_checkpoints, read_metrics
 from gptling.schedule import tokens_per_step
 
@@ -24,8 +25,7 @@ def draw_curves(out_dir: Path):
     """Write out_dir/loss.png from log.jsonl: the losses over the steps."""
     from matplotlib.figure import Figure  # without pyplot no window is opened
 
-    log = (out_dir / "log.jsonl").read_text()
-    entries = [json.loads(line) for line in log.splitlines()]
+    entries = read_log(out_dir / "log.jsonl")
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for name, label in (("loss", "training"), ("val_loss", "validation")):
@@ -260,6 +260,5 @@ class Report:
         overfitted_since = metrics["step"] if has_risen else None
         print(advice(self.config, self.data, self.progress, overfitted_since))
         if self.gpu:
-            gigabytes = torch.cuda.max_memory_allocated() / 1e9
-            print(f"Peak memory of the GPU: {gigabytes:.1f} GB")
+            print(f"Peak memory of the GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
         print(f"Next: python sample.py {out_dir}")
