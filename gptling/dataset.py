@@ -48,8 +48,8 @@ class Dataset:
         self.check_counts(meta)
         if eval_all:
             self.val = np.concatenate([*self.train, self.val])
-        n_shared = min(max(lengths), len(self.val))
-        self.longest = n_shared - 1  # tokens of the longest sequence that both splits have
+        # The tokens of the longest sequence that both splits have. One more is its last target.
+        self.longest = min(max(lengths), len(self.val)) - 1
         if self.longest < block_size:
             raise UserError(
                 f"{directory} has sequences of at most {self.longest} tokens: "
@@ -132,8 +132,7 @@ class Dataset:
                 ids = self.val[start : start + length]
                 sequences[row, : len(ids)] = ids
             ids = processes.to_device(torch.from_numpy(sequences))
-            inputs = ids[:, :-1].clamp(min=0)
-            yield inputs, ids[:, 1:]
+            yield ids[:, :-1].clamp(min=0), ids[:, 1:]
 
 
 def training_data(config, saved: dict | None = None) -> Dataset:
@@ -150,8 +149,7 @@ def training_data(config, saved: dict | None = None) -> Dataset:
         old = saved["config"]
         before = old["batch_size"] * old["gradient_accumulation_steps"]
         now = config.batch_size * config.gradient_accumulation_steps
-        step = saved["progress"]["step"]
-        data.offset = saved.get("offset", 0) + step * (before - now)
+        data.offset = saved.get("offset", 0) + saved["progress"]["step"] * (before - now)
     data.vary_tokens(config.bpe_dropout, config.model_seed)
     return data
 
@@ -179,8 +177,7 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> tuple
         rng = np.random.default_rng((seed, epoch, shard))
         firsts.append(rng.integers(n_firsts))
     rng = np.random.default_rng((seed, epoch))
-    order = rng.permutation(n_sequences)
-    return order.astype(np.uint32), firsts
+    return rng.permutation(n_sequences).astype(np.uint32), firsts
 
 
 def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> torch.Tensor:

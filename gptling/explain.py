@@ -101,8 +101,7 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
     """Return the data of the page: the first tokens of a text, whose first n_prompt are the prompt.
     places: the predictions for each token. lens: each layer's, with the likeliest token alone.
     attention: base64 of 65535 times the lower triangles of the weights in uint16."""
-    longest = min(256, model.config.block_size)
-    shown = ids[:longest]
+    shown = ids[: min(256, model.config.block_size)]
     T = len(shown)
     idx = torch.tensor([shown])
     logits, weights = logits_and_attention(model, idx)
@@ -118,7 +117,6 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
     codes = (65535 * triangles).round()
     attention = codes.numpy().astype("<u2").tobytes()
     n_likeliest = min(10, int(model.valid_tokens.sum()))
-    lens = logits_of_layers(model, idx, logits)
     return {
         "call": "layer" if len(weights) == model.config.n_layer else "attention call",
         "n_layer": weights.size(0),
@@ -127,7 +125,7 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
         "omitted": len(ids) - T,
         "tokens": [label(token) for token in shown],
         "places": predict(logits, n_likeliest),
-        "lens": [predict(x, 1) for x in lens],
+        "lens": [predict(x, 1) for x in logits_of_layers(model, idx, logits)],
         "attention": base64.b64encode(attention).decode(),
     }
 

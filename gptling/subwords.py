@@ -29,8 +29,7 @@ def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
         if part in special:
             words.append(part)
         else:
-            matches = regex.finditer(tokenizer._pat_str, part)
-            words += [match[0] for match in matches]
+            words += [match[0] for match in regex.finditer(tokenizer._pat_str, part)]
     return words
 
 

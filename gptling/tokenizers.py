@@ -126,8 +126,7 @@ def choose_size(sample: list[str], n_bytes: int) -> int:
         return 0
     size = 20 * n_bytes ** (1 / 3) if n_bytes >= 500_000 else 512
     size += sum(len(character) - 1 for character in characters_of(sample))
-    power = min(round(math.log2(size)), 15)
-    return 2**power
+    return 2 ** min(round(math.log2(size)), 15)
 
 
 def train_bpe(sample: list[str], size: int) -> tiktoken.Encoding:
