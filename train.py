@@ -183,13 +183,12 @@ def set_up(config: TrainConfig, data, checkpoint, processes: Processes) -> tuple
     with teachers), and the optimizers. checkpoint: the model to start from, None for a new one."""
     torch.manual_seed(config.model_seed)
     model = build_model(GPT, config, data, checkpoint)
-    dtype = processes.pick_dtype(config)
-    forward = processes.wrap(model, config, dtype)
+    forward = processes.wrap(model, config)
     if processes.compiles(config):
         forward = torch.compile(forward)
     teachers = load_teachers(GPT, config, data, processes)
     forward = with_teachers(forward, model, teachers, config)
-    return model, forward, configure_optimizers(model, config, dtype)
+    return model, forward, configure_optimizers(model, config, processes.dtype)
 
 
 def train(config: TrainConfig, start, processes: Processes) -> int:
@@ -198,15 +197,13 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
     device, rank, world_size = processes.device, processes.rank, processes.world_size
     data = training_data(config, start.saved)
     model, forward, optimizers = set_up(config, data, start.checkpoint, processes)
-    dtype = processes.pick_dtype(config)  # precision of matmuls
-    autocast = processes.autocast(dtype)
-    validation = data, config.batch_size, processes, autocast  # evaluate's arguments
+    validation = data, config.batch_size, processes  # evaluate's arguments
     if config.eval_only:
         evaluation.print_loss(start.checkpoint, model, *validation)
         return 0
 
     # ------------------------------------------------------------ state
-    scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
+    scaler = torch.amp.GradScaler(device, enabled=processes.dtype == "float16")
     # A run saves and resumes its state. To add an object with state_dict() and load_state_dict(),
     # pass it by a name: average=average.
     state = State(config, model, optimizers, start.sources, scaler=scaler)
@@ -216,7 +213,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
         print_jump(optimizers, progress, config)
     clock = Clock(config, data, model, progress, processes)
     report = Report(config, data, model, progress, processes)
-    report.header(dtype)
+    report.header()
     processes.catch_signals()
 
     # ------------------------------------------------------------ loop
@@ -242,7 +239,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
             torch.manual_seed(hash((config.model_seed, step, micro_step * world_size + rank)))
             # Gradients travel between processes once a step, with the last micro-batch.
             processes.sync_gradients(micro_step == len(batch) - 1)
-            with autocast:
+            with processes.autocast:
                 terms = evaluation.loss_terms(forward(x, y))
             # The loss is a mean over this micro-batch. Times its share of the step's targets, it
             # adds up to the step's mean. DDP divides gradients by world_size, so multiply by it.

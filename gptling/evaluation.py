@@ -53,7 +53,7 @@ def eval_mode(model: torch.nn.Module):
             model.reshard()
 
 
-def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast) -> dict:
+def evaluate(model: torch.nn.Module, data, batch_size: int, processes) -> dict:
     """Return the loss over data's validation sequences in nats per token and in bits per byte, the
     number of tokens, and is_cross_entropy: whether this loss is the cross-entropy of the logits.
     If it is not, it cannot be compared with another model's."""
@@ -63,7 +63,7 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes, autocast)
         for idx, targets in data.validation_batches(batch_size, processes):
             if processes.signal and processes.world_size == 1:  # save now: SIGKILL may follow
                 raise InterruptedError("the run is stopped")
-            with autocast:
+            with processes.autocast:
                 logits, loss, *_ = model(idx, targets)
             count = (targets != -100).sum()
             # The loss is a mean over the targets that count.
@@ -96,9 +96,9 @@ def comparable(metrics: dict) -> tuple[float, int | None]:
     return loss, metrics.get("comparable_tokens", metrics.get("val_tokens"))
 
 
-def print_loss(name, model: torch.nn.Module, data, batch_size: int, processes, autocast):
+def print_loss(name, model: torch.nn.Module, data, *options):
     """--eval_only: print the loss of the model `name`, as evaluate returns it."""
-    metrics = evaluate(model, data, batch_size, processes, autocast)
+    metrics = evaluate(model, data, *options)
     nats = metrics["val_loss"]
     print(
         f"{nats:.4f} nats per token, perplexity {torch.tensor(nats).exp():,.4f}, "

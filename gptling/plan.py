@@ -258,7 +258,6 @@ class Planner:
         fill_in(candidate, {"max_iters": 1, "weight_decay": 0.1})  # they change no step's time
         batch = self.data.batch(candidate, 0, self.processes)
         model, forward, optimizers = self.set_up(candidate, self.data)
-        autocast = self.processes.autocast(self.processes.pick_dtype(candidate))
         # Seconds per model, so that four models use a tenth of the time.
         limit = min(0.025 * 60 * self.config.minutes, 3.75)
         times = [self.now()]  # the first step, which allocates and compiles, begins here
@@ -267,7 +266,7 @@ class Planner:
         while len(times) < 3 or (len(times) <= 21 and times[-1] - times[1] <= limit):
             for i, (idx, targets) in enumerate(batch, 1):
                 self.processes.sync_gradients(i == len(batch))
-                with autocast:
+                with self.processes.autocast:
                     objective = sum(loss_terms(forward(idx, targets)).values())
                 objective.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)

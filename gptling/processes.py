@@ -51,16 +51,6 @@ class Processes:
         if self.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
 
-    def pick_dtype(self, config) -> str:
-        """Return the dtype of matmuls. On a CPU, bfloat16 is faster from a width of 128 on."""
-        return devices.pick_dtype(
-            config.dtype, self.device, wide=config.n_embd >= 128, training=True
-        )
-
-    def autocast(self, dtype: str) -> torch.autocast:
-        """Return the context in which matmuls have this dtype."""
-        return torch.autocast(self.device, getattr(torch, dtype), enabled=dtype != "float32")
-
     def compiles(self, config) -> bool:
         """Return whether to compile. auto: a long run on CUDA."""
         if config.compile != "auto":
@@ -88,10 +78,16 @@ class Processes:
         pinned = tensor.pin_memory() if self.device == "cuda" else tensor
         return pinned.to(self.device, non_blocking=True)
 
-    def wrap(self, model: torch.nn.Module, config, dtype: str) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, config) -> torch.nn.Module:
         """Put the model on the device, with what --recompute and --fsdp ask for. Return the module
-        to call in training: its gradients are the mean over all processes. Raises UserError for
-        FSDP in float16."""
+        to call in training, within `autocast`: its gradients are the mean over all processes.
+        Raises UserError for FSDP in float16."""
+        wide = config.n_embd >= 128  # from there on, bfloat16 is faster on a CPU
+        dtype = devices.pick_dtype(config.dtype, self.device, wide, training=True)
+        self.dtype = dtype  # of matmuls
+        self.autocast = torch.autocast(
+            self.device, getattr(torch, dtype), enabled=dtype != "float32"
+        )
         self.sharded = config.fsdp and self.world_size > 1
         if self.device == "cpu":
             devices.use_cpu_kernels(model)

@@ -62,12 +62,12 @@ class Report:
         form = "step {n}/{total} | {desc} |{bar}|"
         self.bar = progress_bar(progress.max_iters, initial=self.step, bar_format=form)
 
-    def header(self, dtype: str):
-        """Print what is trained, on what, and for how long. dtype: of matmuls."""
+    def header(self):
+        """Print what is trained, on what, and for how long."""
         config, data, max_iters = self.config, self.data, self.progress.max_iters
         tokens = tokens_per_step(config)
         epochs = max_iters * tokens / data.n_tokens
-        machine = f"{self.processes.device}, {dtype}"
+        machine = f"{self.processes.device}, {self.processes.dtype}"
         if self.processes.world_size > 1:
             machine += f", {self.processes.world_size} processes"
         if self.step:

@@ -6,6 +6,7 @@ import math
 import re
 import time
 import tomllib
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -219,7 +220,7 @@ def planner(trained, monkeypatch):
     monkeypatch.chdir(trained)
     config = TrainConfig(dataset="mine", minutes=10.0, gradient_accumulation_steps=3)
     processes = one_process()
-    processes.wrapped = torch.nn.Linear(1, 1)
+    processes.wrapped, processes.autocast = torch.nn.Linear(1, 1), nullcontext()
     return TimedPlanner(config, Dataset("mine", 8, 1), math.inf, None, processes)
 
 

@@ -215,7 +215,9 @@ def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
     ids = np.random.default_rng(0).integers(0, 11, n_tokens)
     write_data(tmp_path / "data" / "mine", [1] * 50, ids, tokenizer)
     data = Dataset("mine", 16, eval_tokens)
-    metrics = evaluate(model, data, 3, one_process(), nullcontext())
+    processes = one_process()
+    processes.autocast = nullcontext()
+    metrics = evaluate(model, data, 3, processes)
     nats, bits, val_tokens = itemgetter("val_loss", "bits_per_byte", "val_tokens")(metrics)
     assert model.training and metrics["is_cross_entropy"] is True
     model.eval()
