@@ -5,10 +5,12 @@ import os
 import signal
 import sys
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
@@ -148,10 +150,9 @@ class Processes:
     def catch_signals(self):
         """Keep the number of a signal that asks for an end, such as Ctrl-C's, Slurm's USR1, or that
         of a closed terminal. A second one ends a single process at once."""
-        names = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
-        for number in signal.Signals:  # Windows has two of them
-            is_ignored = signal.getsignal(number) == signal.SIG_IGN  # nohup ignores SIGHUP
-            if number.name in names and not is_ignored:
+        for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has two of them
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._receive)
 
     def _receive(self, number, frame):
@@ -183,6 +184,11 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     tensor = whole(tensor)
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     return tensor.cpu() if is_main else tensor.new_empty(0)
+
+
+def unsharded(state: Any) -> Any:
+    """Return the state with whole tensors on the CPU, for the first process. All call it."""
+    return tree_map_only(torch.Tensor, gathered, state)
 
 
 def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
