@@ -45,10 +45,18 @@ class RecordAttention(TorchFunctionMode):
         self.weights.append(y.nan_to_num().flatten(0, -3))
 
 
-def logits_and_attention(model: torch.nn.Module, idx: torch.Tensor):
-    """Return the logits (T, V) of one text idx (1, T), and the weights (n, nh, T, T) of the n calls
-    of PyTorch's attention that the model makes. Raises UserError for what a page cannot show."""
-    with RecordAttention() as attention:
+def run_and_record(model: torch.nn.Module, idx: torch.Tensor):
+    """Return the logits (T, V) of one text idx (1, T), the weights (n, nh, T, T) of the n calls of
+    PyTorch's attention that the model makes, and what each block and ln_f are given, (1, T, C)
+    each, unless the model lacks h or ln_f. Raises UserError for what a page cannot show."""
+    layers = [*model.h, model.ln_f] if hasattr(model, "h") and hasattr(model, "ln_f") else []
+    inputs = []
+
+    def keep(layer, arguments):
+        if layer in layers:
+            inputs.append(arguments[0].clone())  # because a block may add to x in place
+
+    with RecordAttention() as attention, register_module_forward_pre_hook(keep):
         logits, _ = model(idx)
     T = idx.size(1)
     shapes = {w.shape[1:] for w in attention.weights}
@@ -57,27 +65,16 @@ def logits_and_attention(model: torch.nn.Module, idx: torch.Tensor):
             "--explain: model.py must call F.scaled_dot_product_attention "
             f"of all {T} tokens to themselves and earlier ones"
         )
-    return logits[0], torch.stack(attention.weights)
+    return logits[0], torch.stack(attention.weights), inputs
 
 
-def logits_of_layers(model: torch.nn.Module, idx: torch.Tensor, logits: torch.Tensor) -> list:
-    """Return the logits (T, V) that x would have if ln_f came next (the logit lens): after the
-    embeddings, and after each block. The last must be the model's own, `logits`. The list is empty
-    if an edited model.py computes other logits, or lacks h or ln_f."""
-    if not hasattr(model, "h") or not hasattr(model, "ln_f"):
-        return []
-    layers = [*model.h, model.ln_f]
-    inputs = []
-
-    def keep(layer, arguments):
-        if layer in layers:
-            inputs.append(arguments[0].clone())  # because a block may add to x in place
-
-    with register_module_forward_pre_hook(keep):
-        model(idx)
+def logits_of_layers(model: torch.nn.Module, inputs: list, logits: torch.Tensor) -> list:
+    """Return the logits (T, V) that each x of `inputs` would have if ln_f came next (the logit
+    lens): after the embeddings, and after each block. The last must be the model's own, `logits`.
+    The list is empty if an edited model.py computes other logits, or if `inputs` is empty."""
     lens = [model.logits(model.ln_f(x))[0] for x in inputs]
     shapes = [x.shape for x in lens]
-    if shapes != len(layers) * [logits.shape]:
+    if not lens or shapes != (len(model.h) + 1) * [logits.shape]:
         return []
     return lens if torch.allclose(lens[-1], logits, atol=1e-4) else []
 
@@ -104,7 +101,7 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
     shown = ids[: min(256, model.config.block_size)]
     T = len(shown)
     idx = torch.tensor([shown])
-    logits, weights = logits_and_attention(model, idx)
+    logits, weights, inputs = run_and_record(model, idx)
     hidden = ~model.valid_tokens
 
     def label(token: int) -> str:
@@ -125,7 +122,7 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
         "omitted": len(ids) - T,
         "tokens": [label(token) for token in shown],
         "places": predict(logits, n_likeliest),
-        "lens": [predict(x, 1) for x in logits_of_layers(model, idx, logits)],
+        "lens": [predict(x, 1) for x in logits_of_layers(model, inputs, logits)],
         "attention": base64.b64encode(attention).decode(),
     }
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from gptling.decoding import speed_up
 from gptling.devices import replace_operators
 from gptling.evaluation import loss_terms
-from gptling.explain import logits_and_attention
+from gptling.explain import run_and_record
 from gptling.gpt2_format import load, save
 from gptling.processes import recompute_activations
 from gptling.run import load_training_state
@@ -228,7 +228,7 @@ def test_text_is_the_same_cached_batched_past_the_window_and_explained(name):
     idx = torch.randint(97, (2, 16))
     try_model.check_logits(model, idx)
     try_model.check_generation(model)
-    logits, weights = logits_and_attention(model, idx[:1])
+    logits, weights, _ = run_and_record(model, idx[:1])
     torch.testing.assert_close(logits, model(idx)[0][0], rtol=1e-4, atol=1e-4)
     expected = attention_of(model, idx[0].tolist())
     assert expected.shape == (2, 4, 16, 16) and (expected[0] - expected[1]).abs().max() > 0.01
