@@ -58,19 +58,18 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes) -> dict:
     number of tokens, and is_cross_entropy: whether this loss is the cross-entropy of the logits.
     If it is not, it cannot be compared with another model's."""
     batch_size = max(1, min(batch_size, EVALUATED_AT_ONCE // data.block_size))
-    sums = []  # each batch's losses, cross-entropies and targets, on a device that no one waits for
+    sums = []  # each batch's losses and cross-entropies, on a device that no one waits for
     with eval_mode(model):
         for idx, targets in data.validation_batches(batch_size, processes):
             if processes.signal and processes.world_size == 1:  # save now: SIGKILL may follow
                 raise InterruptedError("the run is stopped")
             with processes.autocast:
                 logits, loss, *_ = model(idx, targets)
-            count = (targets != -100).sum()
-            # The loss is a mean over the targets that count.
-            sums.append(torch.stack([loss * count, summed_cross_entropy(logits, targets), count]))
+            summed_loss = loss * (targets != -100).sum()  # it is a mean over these targets
+            sums.append(torch.stack([summed_loss, summed_cross_entropy(logits, targets)]))
     sums = torch.stack(sums).cpu().double().sum(dim=0)
-    total, expected, count = processes.sum(sums).tolist()
-    nats = total / max(1, count)  # per token
+    total, expected = processes.sum(sums).tolist()
+    nats = total / data.val_targets  # per token
     bytes_per_token = max(1, data.val_bytes) / data.val_targets
     return {
         "val_loss": nats,
