@@ -204,21 +204,20 @@ def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
 def has_merges(tokenizer: tiktoken.Encoding) -> bool:
     """Whether a tokenizer is a BPE of all bytes: neither characters, nor bytes alone, nor a class
     of your own."""
-    if type(tokenizer) is not tiktoken.Encoding or tokenizer._pat_str == ANY_CHARACTER:
-        return False
-    return has_all_bytes(tokenizer)
+    is_bpe = type(tokenizer) is tiktoken.Encoding and tokenizer._pat_str != ANY_CHARACTER
+    return is_bpe and has_all_bytes(tokenizer)
 
 
 def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=()) -> np.ndarray:
     """Token ids, (n,) uint32. special: the special tokens that are tokens in the text, any other is
     plain text. Raises UserError for a character that the tokenizer lacks: tiktoken would abort."""
-    plain = text
-    for token in special:
-        plain = plain.replace(token, "")
-    characters = set() if has_all_bytes(tokenizer) else set(plain)
-    for character in sorted(characters):
-        if character.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
-            raise UserError(f"{what}: the tokenizer has no {character!r} (U+{ord(character):04X})")
+    if not has_all_bytes(tokenizer):
+        plain = text
+        for token in special:
+            plain = plain.replace(token, "")
+        for c in sorted(set(plain)):
+            if c.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
+                raise UserError(f"{what}: the tokenizer has no {c!r} (U+{ord(c):04X})")
     try:
         return tokenizer.encode_to_numpy(text, allowed_special={*special}, disallowed_special=())
     except ValueError:  # the pattern's engine gives up on a million spaces in a row
