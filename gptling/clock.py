@@ -155,8 +155,10 @@ def advice(config, data, progress, overfitted_since: int | None) -> str:
         hint = "More text would help now. More time would not, because the model would overfit."
         if can_be_followed(config):
             minutes = math.ceil(1.5 * (progress.seconds - progress.began) / 60)
-            hint = "More text would help now. So would another model that learns from this one: "
-            hint += f"--resume --minutes={minutes}"
+            hint = (
+                "More text would help now. So would another model that learns from this one: "
+                f"--resume --minutes={minutes}"
+            )
     elif epochs < GOOD_EPOCHS:
         hint = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
     else:

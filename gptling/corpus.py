@@ -62,13 +62,14 @@ def validation_bytes(sizes: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     held_out = (sizes * share).astype(np.int64)
     if len(sizes) < 10:
         return held_out
-    short = np.where(sizes < 3 * share * total, sizes, 0)
-    held_out[short > 0] = 0
+    is_short = sizes < 3 * share * total
+    held_out[is_short] = 0
     place = hashes / 2**64  # 0 to 1
     order = place.argsort()
-    before = short[order].cumsum() - short[order]  # bytes in the places before
+    short = np.where(is_short, sizes, 0)[order]
+    before = short.cumsum() - short  # bytes in the places before
     is_chosen = (place[order] < share) | (before < share * total / 10)  # 1 % or more
-    held_out[order] += np.where(is_chosen, short[order], 0)
+    held_out[order] += np.where(is_chosen, short, 0)
     return held_out
 
 
