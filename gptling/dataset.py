@@ -82,9 +82,8 @@ class Dataset:
         self.val_starts = chosen * T
         parts = [targets[start : start + T] for start in self.val_starts]
         ids = np.concatenate(parts)
-        sizes = bytes_per_token(self.tokenizer)[ids]
         self.val_targets = len(ids)
-        self.val_bytes = int(sizes.sum())
+        self.val_bytes = int(bytes_per_token(self.tokenizer)[ids].sum())
 
     def vary_tokens(self, dropout: float, seed: int):
         """Train on copies of the text, each with other tokens, unless dropout is 0. Raises

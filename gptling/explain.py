@@ -102,13 +102,13 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
     T = len(shown)
     idx = torch.tensor([shown])
     logits, weights, inputs = run_and_record(model, idx)
-    hidden = ~model.valid_tokens
 
     def label(token: int) -> str:
         return visible(tokenizer.decode_single_token_bytes(token))
 
     def predict(logits, n):
-        return predictions(logits.masked_fill(hidden, float("-inf")), shown, n, label)
+        logits = logits.masked_fill(~model.valid_tokens, float("-inf"))
+        return predictions(logits, shown, n, label)
 
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
     codes = (65535 * triangles).round()

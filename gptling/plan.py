@@ -63,10 +63,12 @@ class Planner:
         self.train_tokens = data.n_tokens
         self.val_tokens = len(data.val)
         self.longest = min(longest, data.longest)
-        # Whether the text has other tokens in each pass, by bpe_dropout.
-        is_short = data.n_tokens <= MOST_TOKENS
-        is_new = config.init_from == "scratch"
-        self.can_vary = has_merges(data.tokenizer) and is_short and is_new
+        # Whether the text may have other tokens in each pass, by bpe_dropout.
+        self.can_vary = (
+            has_merges(data.tokenizer)
+            and data.n_tokens <= MOST_TOKENS
+            and config.init_from == "scratch"
+        )
         self.compiling = 0.0  # seconds that the run will need for it once more
 
     def plan(self) -> float:

@@ -101,14 +101,15 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and whole tensors on the CPU, for the first process. All call it."""
-        things = {name: thing.state_dict() for name, thing in self.things.items()}
         return {
             "progress": self.progress.state_dict(),
             "config": self.configuration(),
             "code": self.code(),
             "optimizers": [named_state(optimizer, self.model) for optimizer in self.optimizers],
             "settings": list(zip(self.first_groups, self.groups(), strict=True)),
-            "stateful": unsharded(things),
+            "stateful": unsharded(
+                {name: thing.state_dict() for name, thing in self.things.items()}
+            ),
         }
 
     def load_state_dict(self, saved: dict[str, Any]):
