@@ -51,10 +51,9 @@ def cpu_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
     """F.scaled_dot_product_attention. In training, PyTorch has no CPU kernel with dropout, and in
     bfloat16 a slow one for short sequences. There, two matmuls take its place. In bfloat16 else,
     float32's kernel is faster, except in training on long sequences."""
-    dropout_p = options.get("dropout_p", 0.0)
     short = q.dtype == torch.bfloat16 and q.size(2) <= 256
     plain = attn_mask is None and options.keys() <= {"dropout_p", "is_causal"}
-    if plain and (dropout_p or (q.requires_grad and short)):
+    if plain and (options.get("dropout_p") or (q.requires_grad and short)):
         return attention_by_matmuls(q, k, v, **options)
     if q.dtype != torch.bfloat16 or (q.requires_grad and not short):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
