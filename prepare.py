@@ -89,8 +89,8 @@ def print_summary(target: Path, meta: dict, how: str, corpus: Corpus):
     """Print what the data are, and what is missing. A large part is a warning before all else."""
     share = corpus.n_lost / (corpus.n_lost + corpus.sizes.sum())
     if share > 0.01:
-        lost = f"{share:.0%} of the bytes could not be read as text"
-        print(f"prepare.py: warning: {lost}", file=sys.stderr, flush=True)
+        warning = f"prepare.py: warning: {share:.0%} of the bytes could not be read as text"
+        print(warning, file=sys.stderr, flush=True)
     print(target)
     print(f"  documents: {meta['documents']:,}, bytes: {meta['bytes']:,}")
     print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")

@@ -56,8 +56,9 @@ class SampleConfig:
         next_token_probs(torch.zeros(1, 1), **self.filters())  # checks the values
         ways = [self.prompts, self.interactive, self.prompt or self.explain]
         if sum(map(bool, ways)) > 1:
-            hint = "give one of them, without --prompt or --explain"
-            raise ValueError(f"--prompts and --interactive: {hint}")
+            raise ValueError(
+                "--prompts and --interactive: give one of them, without --prompt or --explain"
+            )
 
     def filters(self) -> dict[str, float]:
         """Return the options of next_token_probs."""

@@ -174,8 +174,9 @@ def print_jump(optimizers: list, progress, config: TrainConfig):
     group = optimizers[0].param_groups[0]
     now = learning_rate(progress.step - 1, progress.max_iters, config) * group.get("lr_scale", 1)
     if not math.isclose(now, group["lr"]):
-        rates = f"from {group['lr']:.3g} to {now:.3g}"
-        print(f"the learning rate jumps {rates} at step {progress.step}")
+        print(
+            f"the learning rate jumps from {group['lr']:.3g} to {now:.3g} at step {progress.step}"
+        )
 
 
 def set_up(config: TrainConfig, data, checkpoint, processes: Processes) -> tuple:
