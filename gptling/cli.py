@@ -107,8 +107,15 @@ def progress_bar(total: int, **options) -> tqdm:
     """Return a bar on standard output. In a file, and under torchrun, it shows nothing."""
     tqdm.monitor_interval = 0  # its thread would wait for a lock that Ctrl-C leaves held
     hidden = "WORLD_SIZE" in os.environ or None  # None: hidden unless in a terminal
-    options |= {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "disable": hidden}
-    return tqdm(total=total, delay=1e-9, **options)  # the delay: the first update draws it
+    return tqdm(
+        total=total,
+        leave=False,
+        file=sys.stdout,
+        dynamic_ncols=True,
+        disable=hidden,
+        delay=1e-9,  # the first update draws it
+        **options,
+    )
 
 
 def load_config(cls: type, description: str, argv: list[str] | None = None, *, presets=False):

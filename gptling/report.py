@@ -202,8 +202,10 @@ class Report:
         share = metrics["val_tokens"] / self.all_targets
         if share < 1:
             line += f" on {100 * share:.2g} %:"
-        line += f" {metrics['val_loss']:.3f} nats per token"
-        line += f", {metrics['bits_per_byte']:.3f} bits per byte"
+        line += (
+            f" {metrics['val_loss']:.3f} nats per token, "
+            f"{metrics['bits_per_byte']:.3f} bits per byte"
+        )
         if comparable(metrics)[0] == self.progress.best:
             line += " (best)"
         if not metrics["is_cross_entropy"]:
