@@ -175,8 +175,8 @@ class RunDirectory:
             last = checkpoints[-1]
             was_stopped = "val_loss" not in read_metrics(last)  # in its last evaluation
             best = last if was_stopped else best_of(checkpoints)
-            # So that no one continues from the best.
-            replace(best / "training_state.pt", (last / "training_state.pt").read_bytes())
+            copy = shutil.copy(last / "training_state.pt", best / ".training_state.pt")
+            Path(copy).replace(best / "training_state.pt")  # so that no one continues from the best
             for path in checkpoints:
                 if path != best:
                     delete_checkpoint(path)
