@@ -48,14 +48,15 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Modu
 
 
 def cpu_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
-    """F.scaled_dot_product_attention. In training, PyTorch has no CPU kernel with dropout, and in
-    bfloat16 a slow one for short sequences. There, two matmuls take its place. In bfloat16 else,
-    float32's kernel is faster, except in training on long sequences."""
-    short = q.dtype == torch.bfloat16 and q.size(2) <= 256
-    plain = attn_mask is None and options.keys() <= {"dropout_p", "is_causal"}
-    if plain and (options.get("dropout_p") or (q.requires_grad and short)):
+    """F.scaled_dot_product_attention, as it is fastest on a CPU. In training, PyTorch has no kernel
+    with dropout, and a slow one for short sequences in bfloat16: matmuls take their place. Other
+    calls in bfloat16 use float32's kernel, which is slower only in training on long sequences."""
+    is_short = q.dtype == torch.bfloat16 and q.size(2) <= 256
+    is_plain = attn_mask is None and options.keys() <= {"dropout_p", "is_causal"}
+    is_plain = is_plain and q.shape[:2] == k.shape[:2] == v.shape[:2]  # nothing is broadcast
+    if is_plain and (options.get("dropout_p") or (q.requires_grad and is_short)):
         return attention_by_matmuls(q, k, v, **options)
-    if q.dtype != torch.bfloat16 or (q.requires_grad and not short):
+    if q.dtype != torch.bfloat16 or (q.requires_grad and not is_short):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, **options)
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.float()

@@ -78,17 +78,18 @@ def test_float32_attention_is_that_of_float64_but_for_one_rounding(mask, cache_d
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("n_queries", [1, 7])
+@pytest.mark.parametrize("n_queries, n_heads", [(1, 3), (7, 3), (7, 1)])
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_in_training_is_pytorchs(dtype, is_causal, n_queries):
-    """With dropout in float32, whose places the seed draws. Its gradients too."""
+def test_attention_in_training_is_pytorchs(dtype, is_causal, n_queries, n_heads):
+    """With dropout in float32, whose places the seed draws. Its gradients too, also if the heads of
+    queries share one of keys and values."""
     devices.replace_operators()
     results = []
     for attend in (devices.cpu_attention, F.scaled_dot_product_attention):
         torch.manual_seed(0)
-        q, k = (torch.randn(2, 3, n, 8).to(dtype) for n in (n_queries, 7))
-        inputs = [q, k, torch.randn(2, 3, 7, 5).to(dtype)]  # values may have another width
+        shapes = [(2, 3, n_queries, 8), (2, n_heads, 7, 8), (2, n_heads, 7, 5)]  # v may be narrower
+        inputs = [torch.randn(shape).to(dtype) for shape in shapes]
         if attend is not devices.cpu_attention:
             inputs = [x.float() for x in inputs]
         inputs = [x.requires_grad_() for x in inputs]
