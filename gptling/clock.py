@@ -12,6 +12,7 @@ from gptling.schedule import (
     can_be_followed,
     evaluates_after,
     evaluation_time,
+    evaluations,
     fill_in,
     most_steps,
     saving_time,
@@ -53,8 +54,7 @@ class Clock:
 
     def evaluations_left(self, step: int, max_iters: int) -> int:
         """Return how often a run of max_iters steps evaluates from step `step` on."""
-        interval = self.config.eval_interval
-        return max(1, int(max_iters / interval + 0.5) - step // interval)  # see evaluates_after
+        return max(1, evaluations(max_iters, self.config) - step // self.config.eval_interval)
 
     def seconds_left(self, step: int, max_iters: int) -> float:
         """Return the seconds from step `step` to the end of a run of max_iters steps, 0 while no

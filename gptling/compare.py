@@ -147,8 +147,8 @@ def train(side: Side, seed: int, steps: int) -> dict:
         last = read_log(log)[-1]
         if last.get("bits_per_byte") is None:
             raise UserError(f"{side.name}: its last evaluation failed, train it alone to see why")
-        print(f"    {last['bits_per_byte']:.3f} bits per byte in {last['seconds']:.0f} s")
         replace(finished, log.read_bytes())
+        print(f"    {last['bits_per_byte']:.3f} bits per byte in {last['seconds']:.0f} s")
     entries = read_log(finished)
     return entries[-1] | {"side": side.name, "ms": step_time(entries)}
 

@@ -52,8 +52,11 @@ def cpu_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
     with dropout, and a slow one for short sequences in bfloat16: matmuls take their place. Other
     calls in bfloat16 use float32's kernel, which is slower only in training on long sequences."""
     is_short = q.dtype == torch.bfloat16 and q.size(2) <= 256
-    is_plain = attn_mask is None and options.keys() <= {"dropout_p", "is_causal"}
-    is_plain = is_plain and q.shape[:2] == k.shape[:2] == v.shape[:2]  # nothing is broadcast
+    is_plain = (
+        attn_mask is None
+        and options.keys() <= {"dropout_p", "is_causal"}
+        and q.shape[:2] == k.shape[:2] == v.shape[:2]  # nothing is broadcast
+    )
     if is_plain and (options.get("dropout_p") or (q.requires_grad and is_short)):
         return attention_by_matmuls(q, k, v, **options)
     if q.dtype != torch.bfloat16 or (q.requires_grad and not is_short):
@@ -155,10 +158,10 @@ def choose_algorithms(deterministic: bool):
         torch.use_deterministic_algorithms(True)
 
 
-def keep_freed_memory(sharded: bool = False):
-    """Let glibc keep freed memory for the next step. The system would give new pages of zeros. FSDP
-    frees gathered layers all the time. What a step keeps would lie between them, and no gap would
-    be large enough for the next layer. So their memory goes back to the system."""
+def tune_allocator(sharded: bool = False):
+    """Let glibc keep freed memory for the next step, because the system would give new pages of
+    zeros. With FSDP, give it back instead: gathered layers are freed all the time, what a step
+    keeps would lie between them, and no gap would be large enough for the next layer."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if sharded:

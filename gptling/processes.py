@@ -5,12 +5,10 @@ import os
 import signal
 import sys
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import checkpoint
 
@@ -93,7 +91,7 @@ class Processes:
         self.sharded = config.fsdp and self.world_size > 1
         if self.device == "cpu":
             devices.use_cpu_kernels(model)
-            devices.keep_freed_memory(self.sharded)
+            devices.tune_allocator(self.sharded)
         if config.recompute:
             recompute_activations(model)
         self.model_class = type(model)  # FSDP changes it
@@ -184,11 +182,6 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     tensor = whole(tensor)
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     return tensor.cpu() if is_main else tensor.new_empty(0)
-
-
-def unsharded(state: Any) -> Any:
-    """Return the state with whole tensors on the CPU, for the first process. All call it."""
-    return tree_map_only(torch.Tensor, gathered, state)
 
 
 def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -92,12 +92,17 @@ def saving_time(n_parameters: int) -> float:
     return max(SAVING, SAVING_PER_PARAMETER * n_parameters)
 
 
+def evaluations(max_iters: int, config) -> int:
+    """Return how often a run of max_iters steps evaluates: at multiples of eval_interval, except
+    one that is less than half an interval before the end, and at the end."""
+    return max(1, int(max_iters / config.eval_interval + 0.5))
+
+
 def evaluates_after(step: int, max_iters: int, config) -> bool:
-    """Return whether a run of max_iters steps evaluates after step `step`: at multiples of
-    eval_interval, except one that is less than half an interval before the end, and at the end."""
-    left = max_iters - step
-    is_due = step % config.eval_interval == 0 and left >= config.eval_interval / 2
-    return is_due or left == 0
+    """Return whether a run of max_iters steps evaluates after step `step`."""
+    number, rest = divmod(step, config.eval_interval)
+    is_due = rest == 0 and number < evaluations(max_iters, config)
+    return is_due or step == max_iters
 
 
 def can_be_followed(config) -> bool:

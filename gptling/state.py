@@ -16,7 +16,7 @@ from gptling import startup
 from gptling.cli import marked_fields
 from gptling.evaluation import comparable
 from gptling.files import UserError
-from gptling.processes import shard, unsharded
+from gptling.processes import gathered, shard
 
 
 @dataclass
@@ -149,6 +149,11 @@ def check_optimizers(model: torch.nn.Module, optimizers: list):
             raise UserError(
                 f"{name} is in {counts[p]} optimizers: configure_optimizers has to give it to one"
             )
+
+
+def unsharded(state: Any) -> Any:
+    """Return the state with whole tensors on the CPU, for the first process. All call it."""
+    return tree_map_only(torch.Tensor, gathered, state)
 
 
 def placed(value: Any, now: Any) -> Any:

@@ -68,13 +68,13 @@ def worker(case: dict):
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from gptling.devices import keep_freed_memory, use_cpu_kernels
+    from gptling.devices import tune_allocator, use_cpu_kernels
     from gptling.schedule import fill_in
     from gptling.settings import SMALL
     from model import GPT, GPTConfig
     from train import TrainConfig, configure_optimizers
 
-    keep_freed_memory()
+    tune_allocator()
     fields, batch_size = SIZES[case["size"]]
     config = GPTConfig(**fields)
     device = "cuda" if torch.cuda.is_available() else "cpu"
