@@ -57,6 +57,8 @@ class TrainConfig(GPTConfig):
     n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
     dropout: Planned[Share] = None  # share of activations set to 0 in training
     bpe_dropout: Planned[Share] = None  # share of BPE merges to skip, which splits words at random
+    # weight of the loss for the two tokens after the next one. It fades in two thirds of the run
+    later_tokens: Planned[float] = None
     bias: cli.Fixed[bool] = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: cli.Once[cli.Hidden[int]] = 1  # the number of tokens in the tokenizer
     models_before: cli.Once[cli.Hidden[int]] = 0  # models that this run has trained before
@@ -230,6 +232,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1)
+        later = config.later_tokens * max(0.0, 1 - 1.5 * step / max_iters)
 
         batch = data.batch(config, step, processes)
         # To mask targets, make them -100 here, before they are counted.
@@ -241,7 +244,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
             # Gradients travel between processes once a step, with the last micro-batch.
             processes.sync_gradients(micro_step == len(batch) - 1)
             with processes.autocast:
-                terms = evaluation.loss_terms(forward(x, y))
+                terms = evaluation.loss_terms(model, forward(x, y), y, later)
             # The loss is a mean over this micro-batch. Times its share of the step's targets, it
             # adds up to the step's mean. DDP divides gradients by world_size, so multiply by it.
             weight = (y != -100).sum() * world_size / n_targets.clamp(min=1)
@@ -287,7 +290,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
             break
 
     # ------------------------------------------------------------ end
-    stopped = stopped or processes.all_reduce_max(processes.signal)  # in the last evaluation
+    stopped = stopped or processes.all_reduce_max(processes.signal)  # the last evaluation's
     start.following = next_model(config, progress, processes)
     report.close(progress.step < progress.max_iters, start.following is not None)
     processes.barrier()  # torchrun ends all soon after the first, even the one that still writes

@@ -133,7 +133,7 @@ def next_model(config, progress, processes):
     following.max_iters = progress.max_iters
     if n < MOST_TEACHERS and left >= 1 + (1 + TEACHING * (n + 1)):
         return following
-    share = left / (1 + TEACHING * n)  # of the steps of a model without teachers
+    share = left / (1 + TEACHING * n)  # its steps, if a model without teachers has 1
     if share < LEAST_TAUGHT:
         return None
     following.max_iters = round(min(TAUGHT, share) * progress.max_iters)

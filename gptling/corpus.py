@@ -78,7 +78,7 @@ def split_documents(pieces: Iterable, sizes: np.ndarray, n_train: np.ndarray):
     are to train on. -1: left out. An empty text ends a document's part of a split. What a file has
     beyond the sizes has been added since these were measured, and is left out."""
     document = 0
-    place = 0  # in bytes of the document
+    place = 0  # bytes of the document before this part
     ends = {}  # {split: ""} for those that have a part of the document
     for text, is_end in show_reading(pieces):
         if document == len(sizes):

@@ -186,7 +186,7 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> 
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     lengths = tuple(map(len, shards))
-    counts = np.array([count_sequences(length, T) for length in lengths])  # of each shard
+    counts = np.array([count_sequences(length, T) for length in lengths])  # one for each shard
     ends = counts.cumsum()
     n = int(ends[-1])  # the sequences of each epoch
     sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)

@@ -19,12 +19,19 @@ def summed_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
     return sum(F.cross_entropy(x.float(), y, reduction="sum") for x, y in pairs)
 
 
-def loss_terms(output: tuple) -> dict[str, torch.Tensor]:
+def loss_terms(model, output: tuple, targets: torch.Tensor, later: float = 0.0) -> dict:
     """Return the terms that training minimises the sum of, by their names, given what the model
-    returns: {"loss": loss}, or of a changed GPT.forward that returns (logits, loss, {"z": z})
-    {"loss": loss, "z": z}."""
-    _, loss, *added = output
-    return {"loss": loss} | dict(*added)
+    returns for targets (B, T): {"loss": loss}, or of a changed GPT.forward that returns
+    (logits, loss, {"z": z}) {"loss": loss, "z": z}. With `later` the same logits (B, T, V) predict
+    the two tokens after each target, too: `later` and later / 2 are the weights of these losses."""
+    logits, loss, *added = output
+    terms = {"loss": loss} | dict(*added)
+    if later:
+        terms["later"] = 0.0
+        for ahead in (1, 2):
+            losses = model.losses(logits[:, :-ahead].flatten(0, 1), targets[:, ahead:].flatten())
+            terms["later"] += later / ahead * losses.sum() / (targets != -100).sum().clamp(min=1)
+    return terms
 
 
 def check_finite(loss: torch.Tensor, norm: torch.Tensor, scaler, step: int, config):

@@ -174,9 +174,11 @@ class Planner:
                 bpe_dropout = 0.05
             if memorisation >= 10 * BPE_DROPOUT_MEMORISATION:
                 bpe_dropout = 0.1
+        memorises = memorisation >= DROPOUT_MEMORISATION
         return {
-            "dropout": 0.1 if memorisation >= DROPOUT_MEMORISATION else 0.0,
+            "dropout": 0.1 if memorises else 0.0,
             "bpe_dropout": bpe_dropout,
+            "later_tokens": 0.5 if memorises else 0.0,
         }
 
     def schedule(self, config, step: float) -> dict:
@@ -269,7 +271,9 @@ class Planner:
             for i, (idx, targets) in enumerate(batch, 1):
                 self.processes.sync_gradients(i == len(batch))
                 with self.processes.autocast:
-                    objective = sum(loss_terms(forward(idx, targets)).values())
+                    output = forward(idx, targets)
+                    terms = loss_terms(model, output, targets, candidate.later_tokens)
+                    objective = sum(terms.values())
                 objective.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             for optimizer in optimizers:

@@ -82,9 +82,9 @@ class Processes:
         """Put the model on the device, with what --recompute and --fsdp ask for. Return the module
         to call in training, within `autocast`: its gradients are the mean over all processes.
         Raises UserError for FSDP in float16."""
-        wide = config.n_embd >= 128  # from there on, bfloat16 is faster on a CPU
+        wide = config.n_embd >= 128  # bfloat16 makes a narrower model slower on a CPU
         dtype = devices.pick_dtype(config.dtype, self.device, wide, training=True)
-        self.dtype = dtype  # of matmuls
+        self.dtype = dtype  # matmuls compute in it
         self.autocast = torch.autocast(
             self.device, getattr(torch, dtype), enabled=dtype != "float32"
         )

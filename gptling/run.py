@@ -18,7 +18,7 @@ from gptling.files import UserError, lock_directory, new_directory, read_json, r
 from gptling.gpt2_format import save as save_model
 
 FORMAT = 6  # the version of training_state.pt
-OUTPUT = re.compile(r"config\.toml|log\.jsonl|loss\.png|checkpoint-\d+")  # what a run replaces
+OUTPUT = re.compile(r"config\.toml|log\.jsonl|loss\.png|checkpoint-\d+")  # a run's own files
 HEADER = "# A preset: the settings of this run."  # the first line of config.toml
 
 
@@ -144,7 +144,7 @@ class RunDirectory:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or lock_directory(self.path)
-        done = state.progress.steps_before + state.progress.step  # by all of the run's models
+        done = state.progress.steps_before + state.progress.step  # all models' steps
         if not done and list_models(self.path):
             if not state.config.overwrite:  # since the plan was made, another training has ended
                 raise UserError(f"{self.path} has another run by now: give another --out_dir")
@@ -173,7 +173,7 @@ class RunDirectory:
         checkpoints = list_checkpoints(self.path)
         if self.processes.is_main and checkpoints:
             last = checkpoints[-1]
-            was_stopped = "val_loss" not in read_metrics(last)  # in its last evaluation
+            was_stopped = "val_loss" not in read_metrics(last)  # a signal ends an evaluation
             best = last if was_stopped else best_of(checkpoints)
             copy = shutil.copy(last / "training_state.pt", best / ".training_state.pt")
             Path(copy).replace(best / "training_state.pt")  # so that no one continues from the best
@@ -228,7 +228,7 @@ class RunDirectory:
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
         try:
-            best = {best_checkpoint(self.path), best_of(checkpoints)}  # of all models, of this one
+            best = {best_checkpoint(self.path), best_of(checkpoints)}  # the run's, this model's
         except UserError as error:  # one is damaged, which costs this run nothing
             print(f"no old checkpoint was deleted: {error}")
             return

@@ -35,7 +35,8 @@ from gptling.teachers import find_teachers, fingerprints, takes_probabilities, t
 # What a run of --max_iters gets for settings without a value. fill_in derives its rates from these.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
 SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1, "weight_decay": 0.1}
-SMALL |= {"bpe_dropout": 0.0, "max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
+SMALL |= {"bpe_dropout": 0.0, "later_tokens": 0.0, "max_iters": 440, "eval_interval": 110}
+SMALL |= {"eval_tokens": 0}
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Start:
         has_ended = self.saved and not list_checkpoints(self.run.path)  # see keep_teacher
         if has_ended or state.progress.step >= end:
             finished = f"{self.run.path} has finished its {end} steps"
-            if state.config.auto_resume:  # as in a chain of jobs
+            if state.config.auto_resume:  # a chain of jobs goes on
                 print(finished)
                 sys.exit()
             raise UserError(
@@ -230,7 +231,7 @@ def change_length(config, flag: str, progress: Progress, processes):
         config.minutes = 0.0
     elif flag == "minutes" and config.resume:
         more = config.minutes
-        seconds = progress.seconds_before  # of all sessions before
+        seconds = progress.seconds_before  # all earlier sessions' time
         config.minutes += seconds / 60
         if next_model(config, progress, processes):
             return

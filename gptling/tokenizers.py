@@ -113,7 +113,7 @@ def draw_sample(texts: Iterable[str]) -> tuple[list[str], int]:
 
 def characters_of(texts: Iterable[str]) -> list[bytes]:
     """The characters of the texts, each in UTF-8, in Unicode order."""
-    occurs = np.zeros(0x110000, dtype=bool)  # by code point
+    occurs = np.zeros(0x110000, dtype=bool)  # one place for each code point
     for text in texts:
         occurs[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
     return [chr(code).encode() for code in np.flatnonzero(occurs)]
@@ -264,7 +264,7 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
         raise UserError(f"{directory}: no tokenizer.json: AutoTokenizer of transformers saves it")
     try:
         stored = Tokenizer.from_file(str(file))
-        stored.no_truncation()  # of a fine-tuning, which would cut the probe
+        stored.no_truncation()  # a fine-tuning's would cut the probe
         stored.no_padding()
         parts = json.loads(stored.pre_tokenizer.__getstate__())
         first = parts.get("pretokenizers", [parts])[0]

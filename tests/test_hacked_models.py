@@ -133,7 +133,7 @@ def batch():
 
 def results(model, idx, targets):
     """The loss, the terms beside it, and the gradients of all parameters by their sum."""
-    terms = loss_terms(model(idx, targets))
+    terms = loss_terms(model, model(idx, targets), targets)
     parameters = list(model.parameters())
     objective = sum(terms.values())
     return terms, torch.autograd.grad(objective, parameters, materialize_grads=True)
@@ -177,7 +177,7 @@ def test_each_optimizer_moves_what_has_a_gradient_from_a_known_start(name):
         loss = model.eval()(idx, targets)[1].item()
         assert loss == pytest.approx(math.log(97), rel=0.05)
         before = [parameter.clone() for parameter in model.parameters()]
-        sum(loss_terms(model.train()(idx, targets)).values()).backward()
+        sum(loss_terms(model, model.train()(idx, targets), targets).values()).backward()
         for each in scripts.train.configure_optimizers(model, small(optimizer=optimizer)):
             for group in each.param_groups:
                 group["lr"] = 1e-2 * group.get("lr_scale", 1)

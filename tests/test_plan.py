@@ -100,6 +100,7 @@ def test_plans_are_those_that_were_stored(data, minutes, options, numbers):
     plan = [getattr(config, name) for name in FIELDS.split()]
     numbers = [float(number) for number in numbers.split()]
     assert plan == pytest.approx(numbers, rel=1e-4)
+    assert config.later_tokens == (0.5 if config.dropout else 0)
     assert config.warmup_iters == math.ceil(config.max_iters / 50)
     assert config.min_lr == pytest.approx(config.learning_rate / 100)
 

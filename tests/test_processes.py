@@ -115,7 +115,7 @@ def finish(process, code=0):
 
 
 def losses(run):
-    log, names = read_log(run), ("loss", "val_loss", "from_one_token", "teacher")
+    log, names = read_log(run), ("loss", "val_loss", "from_one_token", "teacher", "later")
     return [[e[name] for e in log if name in e] for name in names]
 
 
@@ -136,6 +136,7 @@ def test_a_second_signal_ends_a_single_process_at_once(number):
     for world_size in (1, 2):
         processes = Processes()
         processes.world_size = world_size
+        signal.signal(number, signal.SIG_DFL)  # a background job of a shell ignores SIGINT
         processes.catch_signals()
         signal.raise_signal(number)
         assert processes.signal == number
@@ -144,11 +145,11 @@ def test_a_second_signal_ends_a_single_process_at_once(number):
 
 def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here):
     """The same micro-batches with the same dropout; the losses of the log are those of all, also if
-    they have other numbers of targets, and with a teacher."""
+    they have other numbers of targets, with a teacher and later tokens."""
     flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=4", "--dropout=0.3"]
     flags += ["--max_iters=3", "--optimizer=muon"]
     shutil.copytree(trained / "out/mine", here / "teacher")
-    flags += ["--teacher=teacher"]
+    flags += ["--teacher=teacher", "--later_tokens=0.5"]
     options, processes = {"FLOAT64": "1", "MASKED": "1"}, []
     (here / "output").touch()
 

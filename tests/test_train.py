@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from gptling.dataset import Dataset
-from gptling.evaluation import evaluate
+from gptling.evaluation import evaluate, loss_terms
 from gptling.gpt2_format import load
 from gptling.muon import Muon
 from gptling.run import list_checkpoints
@@ -274,14 +274,41 @@ def test_both_learning_rates_of_the_log_are_those_of_the_schedule(here):
         assert entry["muon_lr"] == pytest.approx(4 * entry["lr"])
 
 
+def test_the_same_logits_predict_later_tokens(here):
+    """As the formula says in float64, without targets that do not count, also if no later token is
+    in the sequence. In a run the weights fall to 0 at two thirds of it."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=1, n_head=2, n_embd=16)).double()
+    for T in (16, 2, 1):
+        idx, targets = torch.randint(65, (2, 3, T))
+        targets[0, :3] = -100
+        logits, loss = map(torch.Tensor.detach, model(idx, targets))
+        expected, n_targets = torch.zeros(()).double(), (targets != -100).sum()
+        for ahead, weight in ((1, 0.4), (2, 0.2)):
+            for b in range(3):
+                for t in range(T - ahead):
+                    target = targets[b, t + ahead]
+                    if target != -100:
+                        expected -= weight * logits[b, t].log_softmax(-1)[target] / n_targets
+        terms = loss_terms(model, (logits, loss), targets, later=0.4)
+        assert terms.keys() == {"loss", "later"} and terms["loss"] is loss
+        torch.testing.assert_close(terms["later"], expected)
+    log = train("--max_iters=6", "--log_interval=1", "--later_tokens=0.5", cwd=here)
+    later = [entry["later"] / entry["loss"] for entry in log if "later" in entry]
+    # A new model predicts all tokens alike. Of 16 targets 15 and 14 have such a token.
+    weights = [(1 - step / 4) * (0.5 * 15 + 0.25 * 14) / 16 for step in range(4)]
+    assert later == pytest.approx(weights, rel=0.05)
+
+
 def test_a_step_is_the_mean_over_the_targets_of_all_micro_batches(here):
     """Some have no targets. Two processes: see test_processes."""
     change = MASKING, MASKED.format("(x % 3 == 0) | (x[:, :1] % 2 == 0)")
     runs = []
     for n in (1, 2, 8):
         flags = [f"--batch_size={8 // n}", f"--gradient_accumulation_steps={n}", "--max_iters=4"]
-        log = train(*flags, "--log_interval=1", "--overwrite", cwd=here, changes=[change])
-        runs.append([log[0]["norm"], *(entry["loss"] for entry in log[:3])])
+        flags += ["--log_interval=1", "--overwrite", "--later_tokens=0.5"]
+        log = train(*flags, cwd=here, changes=[change])
+        runs.append([log[0]["norm"], log[0]["later"], *(entry["loss"] for entry in log[:3])])
     assert runs[1] == pytest.approx(runs[0], rel=1e-4)
     assert runs[2] == pytest.approx(runs[0], rel=1e-4)
 
