@@ -152,6 +152,18 @@ def output_of(script, *arguments, cwd, stdin="", **environment):
     return process.stdout.decode("utf-8")
 
 
+def peak_memory(*arguments, cwd):
+    """Run Python with these arguments, without a limit of time. Return the memory of its largest
+    process in bytes."""
+    code = "import resource, subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])\n"
+    code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    output = subprocess.check_output(
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment
+    )
+    return 1024 * int(output.split()[-1])
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """A directory in which a tiny model was trained, with its data/mine and out/mine."""

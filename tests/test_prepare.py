@@ -32,7 +32,7 @@ from gptling.cli import UserError
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, name_after, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
-from tests.conftest import ROOT, TEXT, one_line, output_of, run_here
+from tests.conftest import ROOT, TEXT, one_line, output_of, peak_memory, run_here
 
 DOCUMENTS = [f"document {i}, été 你好 🙂\n" + "as in others\n" * (i % 7 * 10) for i in range(60)]
 
@@ -634,6 +634,19 @@ def test_data_is_called_after_its_source(here):
     names |= {"hf:user/rows:config:train": "rows", "https://h.org/a/b.c.txt.gz?d=/e.txt": "b.c"}
     for source, name in names.items():
         assert name_after((source, "other.txt")) == name
+
+
+@pytest.mark.slow
+def test_a_long_text_needs_less_memory_than_it_has_bytes(tmp_path):
+    """It is read in parts, and written in shards."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=k % 8 + 2)) for k in range(20000)]
+    part = " ".join(draw.choices(words, k=200_000)) + ".\n"
+    with (tmp_path / "long.txt").open("w") as file:
+        while file.tell() < 4e8:
+            file.write(f"{file.tell()} {part}")
+    assert peak_memory(ROOT / "prepare.py", "long.txt", cwd=tmp_path) < 4e8
+    assert meta_of(tmp_path / "data/long")["bytes"] > 4e8
 
 
 # ---------------------------------------------------------------- token files of others

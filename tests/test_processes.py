@@ -14,7 +14,16 @@ import torch
 
 from gptling.processes import Processes
 from gptling.run import list_checkpoints, load_training_state
-from tests.conftest import FORKS, ROOT, TINY, output_of, read_log, run_in_child, weights
+from tests.conftest import (
+    FORKS,
+    ROOT,
+    TINY,
+    output_of,
+    peak_memory,
+    read_log,
+    run_in_child,
+    weights,
+)
 
 FLAGS = ["--dataset=mine", *TINY, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
 TORCHRUN = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
@@ -291,19 +300,9 @@ def test_the_quick_start_runs_sharded_with_muon(here):
 @pytest.mark.slow
 def test_a_shard_of_two_needs_less_than_0_7_of_the_memory(here):
     """Also of the first process, which gathers the model for a checkpoint."""
-    code = "import resource, subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])\n"
-    code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"  # the largest process's
-    (here / "peak.py").write_text(code)
     flags = [ROOT / "train.py", "--dataset=mine", "--n_layer=12", "--n_head=8", "--n_embd=512"]
     flags += ["--block_size=16", "--batch_size=2", "--max_iters=2", "--dtype=float32"]
-
-    def peak(*command):
-        # Without output_of's limit of time: shards take a minute or two on a busy machine.
-        command = [sys.executable, here / "peak.py", *command]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return int(subprocess.check_output(command, cwd=here, env=environment).split()[-1])
-
-    one = peak(*flags, "--out_dir=out/one")
-    launcher = ["-m", "torch.distributed.run", *TORCHRUN]
-    assert peak(*launcher, *flags, "--fsdp", "--out_dir=out/shards") < 0.7 * one
+    one = peak_memory(*flags, "--out_dir=out/one", cwd=here)
+    flags = ["-m", "torch.distributed.run", *TORCHRUN, *flags, "--fsdp"]
+    assert peak_memory(*flags, "--out_dir=out/shards", cwd=here) < 0.7 * one
     assert list_checkpoints(here / "out/shards")[-1].name == "checkpoint-2"
