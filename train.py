@@ -170,17 +170,6 @@ def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32"
     return optimizers
 
 
-def print_jump(optimizers: list, progress, config: TrainConfig):
-    """Print it if the learning rate of a resumed run does not continue from its last step's, as
-    with a larger --max_iters."""
-    group = optimizers[0].param_groups[0]
-    now = learning_rate(progress.step - 1, progress.max_iters, config) * group.get("lr_scale", 1)
-    if not math.isclose(now, group["lr"]):
-        print(
-            f"the learning rate jumps from {group['lr']:.3g} to {now:.3g} at step {progress.step}"
-        )
-
-
 def set_up(config: TrainConfig, data, checkpoint, processes: Processes) -> tuple:
     """Return the model, what training calls in its place (over all processes, perhaps compiled,
     with teachers), and the optimizers. checkpoint: the model to start from, None for a new one."""
@@ -212,8 +201,6 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
     state = State(config, model, optimizers, start.sources, scaler=scaler)
     progress = state.progress
     start.begin(state)
-    if start.saved:
-        print_jump(optimizers, progress, config)
     clock = Clock(config, data, model, progress, processes)
     report = Report(config, data, model, progress, processes)
     report.header()

@@ -93,7 +93,7 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(here, 
     stopped = b"Stopped at step 13, and saved.\nNext: python train.py --out_dir=out/mine --r"
     assert stopped in process.stdout
     resumed = train(*RESUME, cwd=here).stdout
-    assert b"from step 13" in resumed and b"rate jumps" not in resumed
+    assert b"from step 13" in resumed
     assert_equal_runs(here / "out/whole", here / "out/mine", 20)
 
 
@@ -179,7 +179,6 @@ def test_explicit_flags_override_the_run_and_are_printed(finished):
     assert "batch_size: 4 -> 2" in output and "gradient_accumulation_steps: 1 -> 2" in output
     assert "dataset: mine -> better name" in output and "n_embd" not in output
     assert "--warmup_iters=30: the run ends at step 25" in output
-    assert "the learning rate jumps from 0.001 to 0.00333 at step 20" in output
     config = tomllib.loads((finished / "out/mine/config.toml").read_text("utf-8"))
     assert (config["max_iters"], config["learning_rate"], config["n_embd"]) == (25, 5e-3, 16)
     assert read_log(finished / "out/mine")[-1]["step"] == 25
