@@ -174,7 +174,10 @@ def resume_or_begin(config, given: dict, start: Start):
     start.progress = Progress(config.max_iters)
     start.progress.load(start.saved["progress"])
     # Without a checkpoint the last teacher has ended, and the model after it has not begun.
-    config.models_before = len(list_teachers(run.path)) - (not list_checkpoints(run.path))
+    teachers = list_teachers(run.path)
+    config.models_before = len(teachers) - (not list_checkpoints(run.path))
+    if teachers and "teacher" in given:
+        raise UserError(f"--teacher={given['teacher']}: {run.path} learns from its own models")
     return config
 
 
