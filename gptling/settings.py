@@ -163,8 +163,12 @@ def resume_or_begin(config, given: dict, start: Start):
             f"another process resumes from a later step than {step}: "
             "--out_dir has to be one folder for all machines"
         )
-    if not start.saved:
-        return config
+    return resume(config, given, start) if start.saved else config
+
+
+def resume(config, given: dict, start: Start):
+    """Return a resumed run's configuration, see resumed_config, and load its progress."""
+    run = start.run
     saved = start.saved["config"]
     edited = [k for k, value in read_settings(run.path).items() if saved.get(k) != value]
     if edited:
