@@ -262,8 +262,8 @@ class Planner:
         fill_in(candidate, {"max_iters": 1, "weight_decay": 0.1})  # they change no step's time
         batch = self.data.batch(candidate, 0, self.processes)
         model, forward, optimizers = self.set_up(candidate, self.data)
-        # Seconds per model, so that four models use a tenth of the time.
-        limit = min(0.025 * 60 * self.config.minutes, 3.75)
+        # Seconds per model, so that four models use a twentieth of the time.
+        limit = min(0.0125 * 60 * self.config.minutes, 3.75)
         times = [self.now()]  # the first step, which allocates and compiles, begins here
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")

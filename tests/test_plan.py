@@ -230,7 +230,7 @@ def planner(trained, monkeypatch):
     [
         (10, 0.01, False, 3 * 0.016 + 0.02, 21, 0),
         (10, 0.5, False, 3 * 0.75 + 0.02, 3, 0),  # 3.75 seconds, a quarter of 15
-        (1, 0.3, False, 3 * 0.45 + 0.02, 3, 0),  # 1.5 seconds
+        (2, 0.3, False, 3 * 0.45 + 0.02, 3, 0),  # 1.5 seconds
         (10, 1.5, False, 3 * 1.5 + 0.02, 2, 0),  # the first one allocates
         (10, 6, True, 3 * 6 + 0.02, 2, 3 * 6 + 0.02),  # the first one compiles
     ],
