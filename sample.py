@@ -149,7 +149,10 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
 
 def converse(model: GPT, tokenizer, config: SampleConfig):
     """Complete one prompt after another from standard input, until an empty line."""
-    print("Type a prompt, then Enter. Ctrl-C ends a text, an empty line quits.", file=sys.stderr)
+    print(
+        "Type a prompt, then Enter. Ctrl-C ends a text, or quits here. So does an empty line.",
+        file=sys.stderr,
+    )
     print("> ", end="", file=sys.stderr, flush=True)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     while prompt := sys.stdin.readline().rstrip("\r\n"):
@@ -164,6 +167,9 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
 
 
 def main():
+    words = sys.argv[1:3]
+    if len(words) == 2 and not any(word.startswith("-") for word in words):
+        raise UserError(f'a prompt needs its flag: sample.py {words[0]} --prompt "{words[1]}"')
     config, _ = load_config(SampleConfig, __doc__)
     config.device = pick_device(config.device)
     with redirect_stdout(sys.stderr):  # standard output has the text alone

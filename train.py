@@ -214,7 +214,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
         max_iters = clock.fitting_steps(step)
         if max_iters != progress.max_iters:
             progress.max_iters = max_iters
-            report.new_plan(clock.step_time(), clock.evaluation_time())
+            report.new_plan()
         lr = learning_rate(step, max_iters, config)
         for optimizer in optimizers:
             for group in optimizer.param_groups:

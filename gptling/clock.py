@@ -3,6 +3,7 @@
 import bisect
 import copy
 import math
+import shlex
 import statistics
 
 from gptling.schedule import (
@@ -149,6 +150,7 @@ def advice(config, data, progress, overfitted_since: int | None) -> str:
     since then."""
     megabytes = float(f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:.3g}")
     epochs = progress.step * tokens_per_step(config) / data.n_tokens
+    command = f"python train.py --out_dir={shlex.quote(config.out_dir)} --resume"
     if overfitted_since and epochs >= GOOD_EPOCHS:
         hint = f"The model has overfitted since step {overfitted_since}: more text would help."
     elif progress.step >= progress.most:
@@ -157,10 +159,10 @@ def advice(config, data, progress, overfitted_since: int | None) -> str:
             minutes = math.ceil(1.5 * (progress.seconds - progress.began) / 60)
             hint = (
                 "More text would help now. So would another model that learns from this one: "
-                f"--resume --minutes={minutes}"
+                f"{command} --minutes={minutes}"
             )
     elif epochs < GOOD_EPOCHS:
-        hint = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
+        hint = f"More time would help: {command} --minutes=5. The model keeps its size."
     else:
         hint = "More time would help a little, and more text would help more."
     return f"The model has seen {megabytes:,g} MB of text {epochs:.2g} times. {hint}"

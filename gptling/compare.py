@@ -98,6 +98,9 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
     names = [Path(patch).stem for patch in patches]
     if len({*names, "working-tree"}) <= len(names):
         raise UserError(f"the names of the patches have to differ: {', '.join(names)}")
+    for patch in patches:
+        if Path(patch).is_dir():
+            raise UserError(f"{patch} is not a patch: to compare two runs, see docs/comparing.md")
     execute("git", "read-tree", "HEAD")
     sides = [] if patches else [make_side("last-commit", flags, prepare)]
     execute("git", "add", "--update")

@@ -103,7 +103,7 @@ class Corpus:
     """The documents of the named sources, equal ones once. `encoding` is for files that are not in
     UTF-8. Downloads are in the directory `downloads`, which must exist as long as the corpus is
     read. `refused` has a line for each file that is left out or a part of it, `n_lost` the bytes of
-    the files that are left out. Raises UserError if there is no text."""
+    those that may be text. Raises UserError if there is no text."""
 
     def __init__(self, names: Iterable[str], downloads: Path, field="text", encoding="utf-8"):
         self.field = field
@@ -133,6 +133,7 @@ class Corpus:
     def add(self, file: Path, name: str, encoding: str) -> array:
         """Measure a file. Remember it as a source, and why it, or a part of it, is left out."""
         measured = array("Q")
+        why = ""
         for tried in ("utf-8-sig", encoding):
             reasons = []
             try:
@@ -141,9 +142,12 @@ class Corpus:
                 self.sources.append((file, tried, len(measured) // 2))
                 break
             except UNREADABLE as error:
-                reasons = [describe_unreadable(error)]
+                if "binary" not in why:  # no encoding makes it a text
+                    why = describe_unreadable(error)
         else:
-            self.n_lost += os.path.exists(file) and os.path.getsize(file)
+            reasons = [why]
+            if "binary" not in why and os.path.exists(file):
+                self.n_lost += os.path.getsize(file)
         self.refused += [f"{name}: {reason}" for reason in reasons]
         return measured
 

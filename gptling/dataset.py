@@ -32,9 +32,10 @@ class Dataset:
         if not (directory / "meta.json").is_file():
             files = sorted(Path("data").glob("*/meta.json"))
             prepared = [file.parent.name for file in files]
+            command = "shakespeare" if name == "shakespeare" else f"YOUR.txt --name={name}"
             raise UserError(
                 f"{directory} has no prepared text: "
-                f"python prepare.py YOUR.txt --name={name}, or --dataset from {prepared}"
+                f"python prepare.py {command}, or --dataset from {prepared}"
             )
         self.directory = directory
         meta = read_json(directory / "meta.json", "prepare the text again with --overwrite")

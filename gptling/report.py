@@ -175,23 +175,18 @@ class Report:
         time_left = self.bar.format_interval(left)
         self.bar.set_description_str(f"{columns[0].rstrip()} | {time_left} left", refresh=False)
         if last or now >= self.next_line:
+            if not last and abs(max_iters - self.printed_steps) >= 0.1 * self.printed_steps:
+                self.say(f"the plan is now {max_iters:,} steps")
+                self.printed_steps = max_iters
             if self.bar.disable:
                 speeds = f"{1000 * seconds:4.0f} ms", f"{speed:7,.0f} tokens/s"
                 self.say(*columns, *speeds, f"{left:,.0f} s left")
             self.next_line = now + 10
 
-    def new_plan(self, step_time: float, evaluation_time: float):
-        """Report that max_iters has changed, by these seconds of a step and an evaluation. A change
-        of less than a tenth is in the log alone."""
-        steps = self.progress.max_iters
-        if abs(steps - self.printed_steps) >= 0.1 * self.printed_steps:
-            self.say(
-                f"the plan is now {steps:,} steps, {1000 * step_time:.0f} ms each "
-                f"and {evaluation_time:.1f} s for an evaluation"
-            )
-            self.printed_steps = steps
-        self.log(step=self.progress.step, max_iters=steps)
-        self.bar.total = steps
+    def new_plan(self):
+        """Log that max_iters has changed. `training` prints a change of a tenth or more."""
+        self.log(step=self.progress.step, max_iters=self.progress.max_iters)
+        self.bar.total = self.progress.max_iters
 
     def evaluation(self, metrics: dict[str, Any]):
         """Report an evaluation, unless it has failed."""

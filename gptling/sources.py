@@ -63,7 +63,9 @@ def text_of(record: dict | str, field: str) -> str:
         line = record.encode(errors="surrogateescape").decode().strip()
         record = json.loads(line) if line else {field: ""}
     if field not in record:
-        raise ValueError(f'no "{field}", but --field can be one of {[*record]!s:.200}')
+        others = [name for name, value in record.items() if isinstance(value, str)]
+        hint = f"--field can be one of {others!s:.200}" if others else "no other field is a text"
+        raise ValueError(f'no "{field}", but {hint}')
     text = record[field] or ""
     if not isinstance(text, str):
         raise ValueError(f'"{field}" is not a string: {text!s:.50}')
@@ -194,8 +196,10 @@ def _pieces(chunks):
 
 def describe_unreadable(error: Exception) -> str:
     """Return why a file cannot be read, with the remedy if there is one."""
-    if getattr(error, "encoding", "") != "utf-8":
+    if not isinstance(error, UnicodeDecodeError):
         return f"{type(error).__name__}: {error}"
+    if error.encoding != "utf-8":
+        return "neither UTF-8 nor in the given encoding"
     is_utf16 = error.object.startswith((b"\xff\xfe", b"\xfe\xff"))
     if error.object.startswith(b"%PDF") or (b"\0" in error.object and not is_utf16):
         return "not UTF-8, but a binary file: save its text as a .txt file"

@@ -90,6 +90,8 @@ MISTAKES = [
     # ------------------------------------------------------------ training
     ("train.py --dataset=nix", "data/nix", "prepare.py", "--name=nix", "--dataset from", "mine"),
     ("train.py --dataset=notes", "data/notes has no prepared text", "prepare.py"),
+    ("train.py --dataset=shakespeare", "no prepared text: python prepare.py shakespeare, or"),
+    ("sample.py out/mine Once", 'sample.py out/mine --prompt "Once"'),
     ("train.py NEW --dataset=mine --block_size=1000", "more text", "--block_size=1000"),
     ("train.py --out_dir=new --dataset=mine --minutes=-5", "--minutes=-5", 2),
     ("train.py NEW --dataset=mine --device=cuda", "cuda"),

@@ -133,7 +133,8 @@ def test_every_kind_of_source_gives_its_documents_once(here, kind, capsys):
 BAD_RECORDS = {
     b"{": "Expecting property name",
     b'{"text": "a"} {': "Extra data: column 15",
-    b'{"id": 1, "body": "a"}': "no \"text\", but --field can be one of ['id', 'body']",
+    b'{"id": 1, "body": "a"}': "no \"text\", but --field can be one of ['body']",
+    b'{"messages": [{"role": "user"}]}': 'no "text", but no other field is a text',
     b'{"text": 5}': '"text" is not a string: 5',
     b'{"text": [{"role": "user"}]}': "\"text\" is not a string: [{'role': 'user'}]",
     b'{"text": ' + b"[" * 10_000: "maximum recursion depth",
@@ -195,7 +196,12 @@ def test_a_text_that_is_not_utf8_is_read_in_the_encoding_that_you_give(here, enc
     (here / "old/picture.png").write_bytes(b"\x89PNG\0")
     (here / "old/book.pdf").write_bytes(b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n \0")
     process = run_here("prepare.py", "old", f"--encoding={encoding}", cwd=here)
-    assert b"whole or in part: 2\n" in process.stdout
+    assert b"whole or in part: 2\n" in process.stdout and b"warning" not in process.stderr
+    assert process.stdout.count(b"but a binary file: save") == 2  # no encoding makes it a text
+    (here / "old/gbk.txt").write_bytes(b"\x81 " * 99)
+    if encoding == "cp1252":  # which has no 0x81
+        process = run_here("prepare.py", "old", "--encoding=cp1252", "--overwrite", cwd=here)
+        assert b"gbk.txt: neither UTF-8 nor in the given encoding" in process.stdout
     assert text_of(here / "data/old").count(text[1]) == 300
 
 
@@ -203,7 +209,8 @@ def test_a_part_that_cannot_be_read_costs_its_part(here, monkeypatch, capsys):
     """The share of the bytes is said first, and a text before binary files."""
     for i in range(30):
         (here / "notes" / str(i)).parent.mkdir(exist_ok=True)
-        (here / "notes" / str(i)).write_bytes(DOCUMENTS[i].encode() if i % 2 else b"\0\xff" * 3000)
+        (here / "notes" / str(i)).write_bytes(DOCUMENTS[i].encode() if i % 2 else b"a\xff" * 3000)
+    (here / "notes" / "pic").write_bytes(b"\0\xff")
     opened = open
 
     def refuse(file, *arguments, **options):
@@ -217,7 +224,8 @@ def test_a_part_that_cannot_be_read_costs_its_part(here, monkeypatch, capsys):
     assert meta_of(data)["documents"] == 14
     assert re.fullmatch(r"prepare.py: warning: 9\d% of the bytes could not be read .*\n", said.err)
     lines = said.out.splitlines()
-    assert lines[4].endswith(": 16") and "notes/29: OSError: " in lines[5] and "binary" in lines[6]
+    assert lines[4].endswith(": 17") and "notes/0: not UTF-8: give its encoding" in lines[5]
+    assert "binary" not in said.out and "pic" not in said.out  # five are named, and it is the last
 
 
 def test_a_file_that_grows_while_it_is_read_has_its_first_text(here):
@@ -329,7 +337,7 @@ def test_a_stream_is_read_once(here, monkeypatch):
     "stream, reason",
     [
         (Stream("text", DOCUMENTS, breaks=True), "Server Disconnected"),
-        (Stream("body", DOCUMENTS, breaks=True), "--field can be one of ['id', 'body']"),
+        (Stream("body", DOCUMENTS, breaks=True), "--field can be one of ['body']"),
         (Stream("text", [5], breaks=True), "string"),
     ],
 )

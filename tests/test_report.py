@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import shutil
 import sys
@@ -162,19 +163,23 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path):
     assert end == "" and all("tokens/s" not in bar for bar in bars)
 
 
-def test_a_plan_that_changes_by_less_than_a_tenth_is_in_the_log_alone(tmp_path, capsys):
-    report = report_of(tmp_path, max_iters=100)
-    for steps in (109, 91, 90, 98, 99):
+def test_a_plan_that_changes_by_a_tenth_is_printed_with_the_next_line(tmp_path, capsys):
+    """Every ten seconds there is one. Each change is in the log."""
+    report = report_of(tmp_path, max_iters=100, log_interval=1000)
+    for steps, is_line_due in ((109, 1), (91, 1), (50, 0), (90, 1), (98, 1), (99, 1), (200, 0)):
         report.progress.max_iters = steps
-        report.new_plan(0.1, 0.7)
+        report.new_plan()
+        report.progress.step += 1
+        report.next_line = -math.inf if is_line_due else math.inf
+        report.training({"loss": 2.0}, 1.0, ADAMW, seconds_left=0)
     assert re.findall(r"the plan is now (\d+)", capsys.readouterr().out) == ["90", "99"]
-    assert [entry["max_iters"] for entry in read_log(tmp_path)] == [109, 91, 90, 98, 99]
+    assert [entry["max_iters"] for entry in read_log(tmp_path)] == [109, 91, 50, 90, 98, 99, 200]
 
 
-MORE_TIME = "More time would help. --resume --minutes=5 adds some: the model keeps its size."
+MORE_TIME = "More time would help: COMMAND --minutes=5. The model keeps its size."
 A_LITTLE = "More time would help a little, and more text would help more."
 USED_UP = "More text would help now. So would another model that learns from this one: "
-USED_UP += "--resume --minutes=3"
+USED_UP += "COMMAND --minutes=3"
 TAUGHT = "More text would help now. More time would not, because the model would overfit."
 
 
@@ -208,6 +213,7 @@ def test_the_last_lines_say_the_loss_and_what_is_next(
     best = f"checkpoint-{10 if losses[0] < losses[1] else 1200}"
     best = rf"1\.235 bits per byte over 4 of 10 tokens, saved in {tmp_path}/{best}"
     assert re.fullmatch(rf"Done in \d+ s\. Best: {best}", done)  # the seconds: see test_plan
+    help = help.replace("COMMAND", f"python train.py --out_dir={tmp_path} --resume")
     assert lines == [
         f"The model has seen {size} MB of text {epochs:.2g} times. {help}",
         f"Next: python sample.py {tmp_path}",
