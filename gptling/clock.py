@@ -22,7 +22,7 @@ from gptling.schedule import (
 
 MOST_TEACHERS = 3  # the largest number of teachers: docs/minutes.md
 TEACHING = 1 / 3  # a teacher's share of a step: it has no backward pass
-LEAST_TAUGHT = 0.75  # share of the first model's steps with which a taught one is better
+LEAST_TAUGHT = 0.5  # share of the first model's steps, from which on a taught one is better
 
 
 class Clock:

@@ -120,8 +120,8 @@ def test_a_teacher_may_have_another_size_and_the_plan_keeps_to_its_context(finis
 @pytest.mark.parametrize(
     "minutes, seconds, before, expected",
     [
-        (19, 600, 0, None),  # a model in ten minutes, and too little time for another one
-        (20, 600, 0, "taught by 1"),
+        (16, 600, 0, None),  # a model in ten minutes, and too little time for another one
+        (17, 600, 0, "taught by 1"),
         (36, 600, 0, "taught by 1"),
         (37, 600, 0, "another"),
         (37, 1200, 1, "taught by 2"),
