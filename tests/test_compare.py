@@ -297,6 +297,7 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_lines(r
     Path("my.txt").write_text("not code")
     code, printed, _ = run_compare("--", *FLAGS)
     assert code == 1 and "nothing has changed since the last commit" in printed.err
+    assert "out is not a patch: to compare two runs, see" in run_compare("out", "--", *FLAGS)[1].err
     patch = Path(comment_patch())
     patch.write_text(patch.read_text().replace("-import math", "-import maths"))
     assert "patch failed: model.py" in run_compare(str(patch), "--", *FLAGS)[0]
