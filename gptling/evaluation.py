@@ -27,10 +27,11 @@ def loss_terms(model, output: tuple, targets: torch.Tensor, later: float = 0.0) 
     logits, loss, *added = output
     terms = {"loss": loss} | dict(*added)
     if later:
+        n_targets = (targets != -100).sum().clamp(min=1)
         terms["later"] = 0.0
         for ahead in (1, 2):
             losses = model.losses(logits[:, :-ahead].flatten(0, 1), targets[:, ahead:].flatten())
-            terms["later"] += later / ahead * losses.sum() / (targets != -100).sum().clamp(min=1)
+            terms["later"] += later / ahead * losses.sum() / n_targets
     return terms
 
 

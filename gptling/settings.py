@@ -35,8 +35,8 @@ from gptling.teachers import find_teachers, fingerprints, takes_probabilities, t
 # What a run of --max_iters gets for settings without a value. fill_in derives its rates from these.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
 SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1, "weight_decay": 0.1}
-SMALL |= {"bpe_dropout": 0.0, "later_tokens": 0.0, "max_iters": 440, "eval_interval": 110}
-SMALL |= {"eval_tokens": 0}
+SMALL |= {"bpe_dropout": 0.0, "later_tokens": 0.0}
+SMALL |= {"max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
 
 
 @dataclass
