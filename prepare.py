@@ -26,9 +26,8 @@ from gptling import tokenizers
 from gptling.cli import Empty, UserError, launch, load_config
 from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
 from gptling.files import new_directory
+from gptling.sources import MARKUP, name_after
 
-# The endings of files whose markup is trained on, too.
-MARKUP = r"\.(csv|tsv|json|html?|xml)(\.gz)?$"
 # What --overwrite may delete, and macOS' own.
 OUTPUT = re.compile(r"(train-\d+|val)\.npy|(tokenizer|meta)\.json|\.DS_Store")
 
@@ -48,16 +47,6 @@ class PrepareConfig:
         name = self.name or name_after(self.sources)
         if Path(name).name != name or name in ("", ".."):
             raise ValueError(f"--name {name!r}: give a plain name, for a directory in data/")
-
-
-def name_after(sources: tuple[str, ...]) -> str:
-    """The name of a data directory: its first source's, without the ending, or its folder's."""
-    first = sources[0] if sources else "quickstart"
-    first = re.sub(r"^hf:([^:]*).*|^(https?://[^?#]*).*", r"\1\2", first)
-    if not Path(first).exists():
-        first = re.sub(r"[^/\\]*[*?[].*", "", first)  # notes/*.txt: notes
-    endings = rf"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$|{MARKUP}"
-    return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
 
 def load_tokenizer(name: str | Path) -> tiktoken.Encoding:

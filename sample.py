@@ -22,7 +22,7 @@ import torch
 import tyro
 
 from gptling.cli import Empty, PositiveInt, UserError, check_numbers, launch, load_config
-from gptling.decoding import WIDE, Sample, speed_up
+from gptling.decoding import WIDE, Sample, print_in_order, speed_up
 from gptling.devices import cast_parameters, pick_device, pick_dtype
 from gptling.explain import explain, write_page
 from gptling.pretrained import find_checkpoint, load_model
@@ -100,15 +100,6 @@ def make_samples(tokenizer, prompts: list[str], config: SampleConfig) -> list[Sa
 
 
 # ---------------------------------------------------------------------------- generation
-
-
-def print_in_order(samples: list[Sample]):
-    """Print what is new of the samples, up to the first one that has not ended."""
-    for sample in samples:
-        print(sample.unprinted, end="", flush=True)
-        sample.unprinted = ""
-        if not sample.ended:
-            break
 
 
 def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleConfig):

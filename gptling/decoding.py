@@ -187,3 +187,12 @@ class Sample:
         end = min(ends, default=safe)
         self.unprinted += text[:end]
         self.held = text[end:]
+
+
+def print_in_order(samples: list[Sample]):
+    """Print what is new of the samples, up to the first one that has not ended."""
+    for sample in samples:
+        print(sample.unprinted, end="", flush=True)
+        sample.unprinted = ""
+        if not sample.ended:
+            break

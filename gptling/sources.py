@@ -25,6 +25,8 @@ ENCODINGS = "such as --encoding=cp1252 (Western Europe), gbk, koi8-r or utf-16 (
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, LookupError, zlib.error)
 # A folder with two of these is prepared data, a checkpoint or a run.
 OUTPUTS = {"meta.json", "val.npy", "tokenizer.json", "metrics.json", "log.jsonl", "config.toml"}
+# The endings of files whose markup is trained on, too.
+MARKUP = r"\.(csv|tsv|json|html?|xml)(\.gz)?$"
 CHUNK = 1 << 20  # characters of a text file that are read at once
 # Parts of Python's library that are tests, tables or generated, or that not every Python has.
 NO_EXAMPLE = re.compile(
@@ -40,6 +42,17 @@ MARK_INSIDE = re.compile(MARK.pattern + r"(?!\Z)")
 # has white space after a letter ("so many" of "so many words"), or else up to a "<", which may
 # begin a mark, or else all.
 CUT = re.compile(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*")
+
+
+def name_after(sources: tuple[str, ...]) -> str:
+    """Return the name of a data directory: its first source's, without the ending, or its
+    folder's."""
+    first = sources[0] if sources else "quickstart"
+    first = re.sub(r"^hf:([^:]*).*|^(https?://[^?#]*).*", r"\1\2", first)
+    if not Path(first).exists():
+        first = re.sub(r"[^/\\]*[*?[].*", "", first)  # notes/*.txt: notes
+    endings = rf"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$|{MARKUP}"
+    return re.sub(endings, "", Path(first).resolve().name.strip("."))
 
 
 def download(url: str, directory: Path) -> Path:

@@ -29,8 +29,9 @@ from hypothesis import strategies as st
 
 from gptling import corpus, sources, tokenizers
 from gptling.cli import UserError
+from gptling.sources import name_after
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
-from prepare import PrepareConfig, name_after, prepare
+from prepare import PrepareConfig, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
 from tests.conftest import ROOT, TEXT, one_line, output_of, peak_memory, run_here
 
