@@ -395,8 +395,8 @@ class GPT(nn.Module):
             probs = next_token_probs(logits, temperature, top_k, top_p, min_p)
             token = sample_token(probs, generator)
             yield token
-            new = token[:, None]
-            idx = torch.cat([idx, new], dim=1)
+            idx = torch.cat([idx, token[:, None]], dim=1)
+            new = idx[:, -1:] if cache else idx
             if padding_mask is not None:
                 padding_mask = F.pad(padding_mask, (0, 1), value=True)
             if idx.size(1) > block_size:
@@ -404,6 +404,7 @@ class GPT(nn.Module):
                 new, cache = idx, self.new_cache()
 
     def new_cache(self) -> list[KVCache]:
+        """An empty cache for each block. [] is no cache: each step computes all of idx again."""
         return [KVCache(self.cache_dtype) for _ in self.h]
 
     def restrict_to_tokens(self, ids: Iterable[int]):

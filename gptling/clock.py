@@ -17,7 +17,6 @@ from gptling.schedule import (
     fill_in,
     most_steps,
     saving_time,
-    tokens_per_step,
 )
 
 MOST_TEACHERS = 3  # the largest number of teachers: docs/minutes.md
@@ -148,8 +147,8 @@ def advice(config, data, progress, overfitted_since: int | None) -> str:
     """Return how often the text was seen by the last step, and whether more text or more time would
     help. overfitted_since: the step with the lowest validation loss, if the loss has risen clearly
     since then."""
-    megabytes = float(f"{data.n_tokens * data.val_bytes / data.val_targets / 1e6:.3g}")
-    epochs = progress.step * tokens_per_step(config) / data.n_tokens
+    megabytes = float(f"{data.train_bytes / 1e6:.3g}")
+    epochs = data.epochs(config, progress.step)
     command = f"python train.py --out_dir={shlex.quote(config.out_dir)} --resume"
     if overfitted_since and epochs >= GOOD_EPOCHS:
         hint = f"The model has overfitted since step {overfitted_since}: more text would help."

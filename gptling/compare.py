@@ -131,10 +131,9 @@ def train(side: Side, seed: int, steps: int) -> dict:
     machine are the same."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
     files = [*filter(os.path.isfile, flags), *sorted(glob("data/*/meta.json"))]
-    for flag in flags:
-        if flag.startswith(("--init_from=", "--teacher=")):  # other weights have other losses
-            for path in flag.partition("=")[2].split(","):
-                files += sorted(glob(f"{path}/**/metrics.json", recursive=True))
+    for flag in flags:  # a run after --init_from or --teacher: other weights have other losses
+        for path in filter(None, flag.rpartition("=")[2].split(",")):
+            files += sorted(glob(f"{path}/**/metrics.json", recursive=True))
     contents = [Path(file).read_bytes() for file in files]
     threads = os.environ.get("OMP_NUM_THREADS"), os.cpu_count()
     machine = version("torch"), sys.version, platform.processor(), threads
@@ -183,7 +182,10 @@ def judge(differences: list[float]) -> str:
 
 
 def verdict(runs: list[dict], first: list[dict]) -> str:
-    """Say how a side's results compare with the first side's, which may have more seeds."""
+    """Say how a side's results compare with the first side's, which may have more seeds. A side
+    that has failed has none."""
+    if not runs:
+        return "it failed"
     for run in (first[0], runs[0]):
         if not run["is_cross_entropy"]:
             return f"no answer: the loss of {run['side']} is not the cross-entropy of its logits"
@@ -192,8 +194,11 @@ def verdict(runs: list[dict], first: list[dict]) -> str:
 
 
 def may_win(runs: list[dict], first: list[dict]) -> bool:
-    """Say whether a side can still be better: it is not worse after these seeds, or its steps are
-    faster. A look after each seed calls more sides worse by chance, but none better."""
+    """Say whether a side can still be better: it has not failed, and it is not worse after these
+    seeds, or its steps are faster. A look after each seed calls more sides worse by chance, but
+    none better."""
+    if not runs:
+        return False
     is_faster = sum(run["ms"] for run in runs) < sum(run["ms"] for run in first)
     return is_faster or not verdict(runs, first).startswith("worse")
 
@@ -205,12 +210,20 @@ def answer(question: str, sides: list[Side], seeds: range, count_steps: Callable
     results = {side: [] for side in sides}
     for i, seed in enumerate(seeds):
         for side in order:
-            results[side].append(train(side, seed, count_steps(side, i)))
+            try:
+                results[side].append(train(side, seed, count_steps(side, i)))
+            except (SystemExit, UserError) as error:  # a change that diverges: judge the others
+                if side is first:
+                    raise
+                print(error)
+                results[side] = []
         # Reversed, so that no side is always first on a machine that slows down.
         order = [side for side in reversed(order) if may_win(results[side], results[first])]
         if order == [first]:
             break
     for side, runs in results.items():
+        if not runs:
+            continue
         steps = mean(run["step"] for run in runs)
         loss = mean(run["bits_per_byte"] for run in runs)
         print(

@@ -24,6 +24,9 @@ from gptling.tokenizers import END_OF_TEXT, bytes_per_token, encode
 # validates, which is as difficult as the whole.
 start_hash = functools.partial(hashlib.blake2b, digest_size=8, salt=b"695")
 GROUP = 1 << 18  # characters that a thread encodes at a time, at least
+# Characters that UTF-16 has many of when its bytes are read as UTF-8: NULs between Latin letters,
+# 4 before Cyrillic ones. White space, escape and separators of fields are no sign of it.
+CONTROLS = bytes([0, *range(2, 9), 11, *range(14, 27)])
 MAX_VALIDATION = 20_000_000  # bytes of validation text
 TOKENS_PER_SHARD = 50_000_000
 
@@ -41,7 +44,8 @@ def measure(pieces: Iterable[tuple[str, bool]], is_utf8: bool) -> array:
     size = 0
     for text, is_end in show_reading(pieces):
         raw = text.encode()
-        if raw.count(b"\0") > (len(raw) / 4 if is_utf8 else 0):  # UTF-16 has many
+        n_binary = len(raw) - len(raw.translate(None, CONTROLS)) if is_utf8 else raw.count(b"\0")
+        if n_binary > (len(raw) / 8 if is_utf8 else 0):
             raise ValueError("a binary file")
         content.update(raw)
         size += len(raw)
@@ -138,7 +142,7 @@ class Corpus:
             reasons = []
             try:
                 pieces = read_pieces(file, self.field, reasons, tried)
-                measured = measure(pieces, is_utf8=tried == "utf-8-sig")
+                measured = measure(pieces, is_utf8=tried.startswith("utf-8"))
                 self.sources.append((file, tried, len(measured) // 2))
                 break
             except UNREADABLE as error:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gptling.files import UserError, read_json
-from gptling.schedule import eval_part, micro_batches
+from gptling.schedule import eval_part, micro_batches, tokens_per_step
 from gptling.subwords import vary_tokens
 from gptling.tokenizers import bytes_per_token, has_merges, load_tokenizer
 
@@ -59,6 +59,7 @@ class Dataset:
         self.block_size = block_size
         self.offset = 0  # see get_sequences
         self.validate_on(eval_tokens)
+        self.train_bytes = self.n_tokens * self.val_bytes / self.val_targets  # about so many
 
     def check_counts(self, meta: dict):
         """Raise UserError for other numbers of tokens than meta.json's, if it has them."""
@@ -98,6 +99,12 @@ class Dataset:
             )
         self.train = vary_tokens(self.train, self.tokenizer, dropout, seed)
         self.n_tokens = sum(map(len, self.train)) // len(self.train)  # one copy's
+
+    def epochs(self, config, steps: int) -> float:
+        """Return how often a run has seen the text after so many steps. Those before a resume may
+        have had other batches."""
+        tokens = steps * tokens_per_step(config) + self.offset * self.block_size
+        return tokens / self.n_tokens
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""

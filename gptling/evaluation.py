@@ -73,7 +73,8 @@ def evaluate(model: torch.nn.Module, data, batch_size: int, processes) -> dict:
                 raise InterruptedError("the run is stopped")
             with processes.autocast:
                 logits, loss, *_ = model(idx, targets)
-            summed_loss = loss * (targets != -100).sum()  # it is a mean over these targets
+            n_targets = (targets != -100).sum()  # the loss is a mean over these
+            summed_loss = (loss * n_targets).where(n_targets > 0, 0)  # a mean of none may be NaN
             sums.append(torch.stack([summed_loss, summed_cross_entropy(logits, targets)]))
     sums = torch.stack(sums).cpu().double().sum(dim=0)
     total, expected = processes.sum(sums).tolist()

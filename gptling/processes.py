@@ -123,11 +123,12 @@ class Processes:
         self.wrapped.require_backward_grad_sync = is_on
 
     def check_weights(self, model: torch.nn.Module):
-        """Raise UserError if the processes have different weights, as with random numbers in a step
-        that each process draws for itself."""
+        """Raise UserError if the processes have different weights, or other buffers, as with random
+        numbers in a step that each process draws for itself."""
         if self.world_size == 1 or self.sharded:
             return
-        total = sum(parameter.detach().double().sum() for parameter in model.parameters())
+        tensors = [*model.parameters(), *model.buffers()]
+        total = sum(tensor.detach().double().nan_to_num(0, 0, 0).sum() for tensor in tensors)
         bounds = torch.stack([total, -total])
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         if bounds.sum():

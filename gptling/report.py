@@ -14,6 +14,7 @@ import torch
 from gptling import startup
 from gptling.cli import progress_bar
 from gptling.clock import advice
+from gptling.decoding import check_cache
 from gptling.devices import flops_utilisation
 from gptling.evaluation import comparable, eval_mode
 from gptling.files import read_log
@@ -66,7 +67,7 @@ class Report:
         """Print what is trained, on what, and for how long."""
         config, data, max_iters = self.config, self.data, self.progress.max_iters
         tokens = tokens_per_step(config)
-        epochs = max_iters * tokens / data.n_tokens
+        epochs = data.epochs(config, max_iters)
         machine = f"{self.processes.device}, {self.processes.dtype}"
         if self.processes.world_size > 1:
             machine += f", {self.processes.world_size} processes"
@@ -201,7 +202,7 @@ class Report:
             f" {metrics['val_loss']:.3f} nats per token, "
             f"{metrics['bits_per_byte']:.3f} bits per byte"
         )
-        if comparable(metrics)[0] == self.progress.best:
+        if comparable(metrics)[0] == self.progress.best < math.inf:
             line += " (best)"
         if not metrics["is_cross_entropy"]:
             line += ", but not the cross-entropy of the logits: see GPT.losses"
@@ -221,6 +222,7 @@ class Report:
         idx = torch.tensor([prompt], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
         with eval_mode(model):
+            check_cache(model)
             tokens = model.generate(idx, 80, temperature=0.8, top_k=200, generator=generator)
             drawn = [token.item() for token in tokens]
         words = f"{decode(prompt)} | {decode(drawn)}".split()

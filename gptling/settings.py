@@ -30,7 +30,7 @@ from gptling.run import (
 )
 from gptling.schedule import fill_in
 from gptling.state import Progress, read_sources
-from gptling.teachers import find_teachers, fingerprints, takes_probabilities, teacher_paths
+from gptling.teachers import can_teach, find_teachers, fingerprints, teacher_paths
 
 # What a run of --max_iters gets for settings without a value. fill_in derives its rates from these.
 SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
@@ -60,7 +60,7 @@ class Start:
             state.load_state_dict(self.saved)
         elif self.progress:
             state.progress.follow(self.progress)
-        state.progress.can_teach = takes_probabilities(state.model)
+        state.progress.can_teach = can_teach(state.model)
         end = state.config.max_iters
         has_ended = self.saved and not list_checkpoints(self.run.path)  # see keep_teacher
         if has_ended or state.progress.step >= end:

@@ -167,7 +167,8 @@ def read_pieces(
         return
     opened = gzip.open if name.endswith(".gz") else open
     is_json = name.endswith((".jsonl", ".jsonl.gz"))
-    errors = "surrogateescape" if is_json else "strict"  # bad bytes spoil one line alone
+    # Bad bytes spoil one line of records alone, unless the file may have another encoding.
+    errors = "surrogateescape" if is_json and encoding != "utf-8-sig" else "strict"
     # Text mode reads "\n" for every end of a line.
     with opened(source, "rt", encoding=encoding, errors=errors) as file:
         if is_json:

@@ -33,7 +33,7 @@ class Progress:
     steps_before: int = 0
     began: float = 0.0
     most: float = math.inf  # steps after which this one would overfit
-    can_teach: bool = True  # see takes_probabilities
+    can_teach: bool = True  # see can_teach in teachers.py
 
     @property
     def seconds(self) -> float:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
 from gptling import devices
-from gptling.evaluation import ROWS_AT_ONCE
+from gptling.evaluation import ROWS_AT_ONCE, eval_mode
 from gptling.files import UserError
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.run import list_teachers
@@ -46,15 +46,18 @@ def fingerprints(config) -> bytes:
     return json.dumps(hashes, indent=2).encode()
 
 
-def takes_probabilities(model) -> bool:
-    """Return whether the targets of GPT.losses may be probabilities, as models with teachers need.
-    An edited one may take ids alone."""
-    logits = torch.ones(2, model.config.vocab_size, device=model.valid_tokens.device)
-    try:
-        model.losses(logits, logits.softmax(-1))
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return False
-    return True
+def can_teach(model) -> bool:
+    """Return whether models of this class can teach each other: GPT.forward is GPT.logits of
+    GPT.hidden, and the targets of GPT.losses may be probabilities. An edit may change both."""
+    T = min(8, model.config.block_size)
+    idx = torch.arange(T, device=model.valid_tokens.device)[None] % model.config.vocab_size
+    with eval_mode(model):
+        logits = model(idx)[0]
+        try:
+            model.losses(logits[0], logits[0].softmax(-1))
+            return torch.allclose(logits, model.logits(model.hidden(idx)), atol=1e-4)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            return False
 
 
 def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.Module]:
@@ -68,9 +71,12 @@ def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.M
                 f"--block_size={config.block_size}: "
                 f"the teacher {path} has at most {teacher.config.block_size} tokens"
             )
-        idx = torch.arange(min(8, teacher.config.block_size))[None]
-        if not torch.allclose(teacher(idx)[0], teacher.logits(teacher.hidden(idx)), atol=1e-4):
-            raise UserError(f"--teacher={path}: GPT.forward is not GPT.logits of GPT.hidden")
+        if not can_teach(teacher):
+            raise UserError(
+                f"--teacher={path}: GPT.forward has to be GPT.logits of GPT.hidden, "
+                "and the targets of GPT.losses may be probabilities"
+            )
+        teacher.eval()
         if processes.device == "cpu":
             devices.use_cpu_kernels(teacher)
         teachers.append(teacher.to(processes.device).requires_grad_(False))

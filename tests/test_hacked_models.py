@@ -255,14 +255,17 @@ def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
 
 @pytest.mark.parametrize("prompts", [[[5]], [[5], [6, 7, 8, 9, 10]]])
 @pytest.mark.parametrize("n", [1, 4])
-def test_what_looks_back_without_the_cache_is_said_when_text_is_drawn(n, prompts, capsys):
-    """At the token n before."""
+def test_what_looks_back_without_the_cache_is_drawn_without_it(n, prompts, capsys):
+    """At the token n before. A line says so."""
     back = f"        x = (x + F.pad(x, (0, 0, {n}, 0))[:, : x.size(1)]) / 2\n"
     model = random_model(edited_module((ATTENTION, back + ATTENTION)))
     idx, mask = padded(prompts)
-    generate(speed_up(model), idx, 4, temperature=0, padding_mask=mask)
+    n_new = SIZES["block_size"] - idx.size(1)
+    drawn = generate(speed_up(model), idx, n_new, temperature=0, padding_mask=mask)
     said = capsys.readouterr().err
     assert "cache" in said and said.count("\n") == 1
+    expected = try_model.greedy_without_cache(model, prompts[-1], n_new)
+    assert drawn[-1].tolist() == expected  # the last has no padding, which the layer would see
 
 
 HIDDEN_LOGIT = LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)"

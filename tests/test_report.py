@@ -202,8 +202,9 @@ def test_the_last_lines_say_the_loss_and_what_is_next(
         (tmp_path / f"checkpoint-{step}").mkdir()
         metrics = {"bits_per_byte": 1.23456, "step": step, "val_tokens": 4, "val_loss": loss}
         (tmp_path / f"checkpoint-{step}/metrics.json").write_text(json.dumps(metrics))
-    data = SimpleNamespace(val=range(11), val_targets=10, n_tokens=500 * 1200 / epochs)
-    data.val_bytes = 10 * float(size.replace(",", "")) * 1e6 / data.n_tokens
+    n_bytes = float(size.replace(",", "")) * 1e6
+    data = SimpleNamespace(val=range(11), train_bytes=n_bytes, n_tokens=500 * 1200 / epochs)
+    data.epochs = lambda config, step: epochs * step / 1200
     settings = {"batch_size": 5, "block_size": 100, "max_iters": 2000, "teacher": teacher}
     report = report_of(tmp_path, step=1200, data=data, **settings)
     report.progress.began = report.progress.seconds - 90
@@ -229,7 +230,7 @@ def test_a_gpu_reports_its_share_of_the_peak_and_its_peak_memory(tmp_path, monke
     processes = one_process()
     processes.world_size = 2
     model = torch.nn.Linear(10_000, 1000, bias=False)
-    data = SimpleNamespace(val=range(11), n_tokens=100, val_bytes=20, val_targets=10)
+    data = SimpleNamespace(val=range(11), train_bytes=200, epochs=lambda config, step: 1)
     report = report_of(tmp_path, model, processes, data=data, batch_size=1000, block_size=1000)
     report.gpu = "NVIDIA A100-SXM4-80GB"
     report.progress.step = 10

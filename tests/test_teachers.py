@@ -15,7 +15,7 @@ from gptling.evaluation import ROWS_AT_ONCE
 from gptling.pretrained import find_checkpoint
 from gptling.run import RunDirectory, list_models, load_training_state, read_metrics
 from gptling.state import Progress, State
-from gptling.teachers import takes_probabilities, with_teachers
+from gptling.teachers import can_teach, with_teachers
 from model import GPT, GPTConfig
 from tests.conftest import (
     TINY,
@@ -167,11 +167,32 @@ def test_the_best_of_a_model_is_kept_as_a_teacher_that_has_ended(evaluated, kept
     assert load_training_state(teacher)["progress"]["step"] == 10
 
 
-def test_a_loss_that_takes_no_probabilities_has_no_second_model():
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    assert takes_probabilities(model)
-    model.losses = lambda logits, ids: -logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    assert not takes_probabilities(model)
+class TakesIds(GPT):
+    def losses(self, logits, ids):
+        return -logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
+class Soft(GPT):
+    def forward(self, *inputs, **options):
+        logits, loss = super().forward(*inputs, **options)
+        return torch.tanh(logits), loss
+
+
+class Pair(GPT):
+    def hidden(self, *inputs):
+        return super().hidden(*inputs), 0.1
+
+    def forward(self, idx):
+        return self.logits(self.hidden(idx)[0]), None
+
+
+@pytest.mark.parametrize(
+    "model_class, expected", [(GPT, True), (TakesIds, False), (Soft, False), (Pair, False)]
+)
+def test_a_model_whose_edits_teachers_do_not_know_has_no_second_model(model_class, expected):
+    """Without dropout, whose logits would differ."""
+    model = model_class(GPTConfig(8, 11, 1, 2, 4, dropout=0.5))
+    assert can_teach(model) == expected and model.training
 
 
 def test_the_text_is_compared_before_another_model_begins(finished):
