@@ -44,6 +44,8 @@ class PrepareConfig:
     overwrite: bool = False  # replace data/NAME if it exists
 
     def __post_init__(self):
+        if "" in self.sources:
+            raise ValueError("a source has an empty name")
         name = self.name or name_after(self.sources)
         if Path(name).name != name or name in ("", ".."):
             raise ValueError(f"--name {name!r}: give a plain name, for a directory in data/")

@@ -17,7 +17,7 @@ import tiktoken
 from tqdm import tqdm
 
 from gptling.files import UserError
-from gptling.sources import UNREADABLE, describe_unreadable, find_sources, read_pieces
+from gptling.sources import UNREADABLE, describe_unreadable, find_sources, is_json, read_pieces
 from gptling.tokenizers import END_OF_TEXT, bytes_per_token, encode
 
 # The hash that chooses the validation text. With this salt a tenth of the quick start's text
@@ -36,9 +36,13 @@ def show_reading(pieces: Iterable) -> Iterable:
     return tqdm(pieces, "reading", unit=" pieces", leave=False, delay=1, disable=None)
 
 
-def measure(pieces: Iterable[tuple[str, bool]], is_utf8: bool) -> array:
-    """A hash and a size in bytes for each document of a file: hash, size, hash, size, ... Raises
-    ValueError for a binary file, which is text in many an encoding but UTF-8."""
+def measure(pieces: Iterable[tuple[str, bool]], encoding: str, errors: str) -> tuple[array, int]:
+    """A hash and a size in bytes for each document of a file: hash, size, hash, size, ... Also the
+    number of characters that replace bad bytes. Raises ValueError for more than a thousandth of
+    these, and for a binary file, which is text in many an encoding but UTF-8."""
+    is_utf8 = encoding.startswith("utf-8")
+    n_characters = 0
+    n_replaced = 0
     found = array("Q")
     content = start_hash()
     size = 0
@@ -47,13 +51,17 @@ def measure(pieces: Iterable[tuple[str, bool]], is_utf8: bool) -> array:
         n_binary = len(raw) - len(raw.translate(None, CONTROLS)) if is_utf8 else raw.count(b"\0")
         if n_binary > (len(raw) / 8 if is_utf8 else 0):
             raise ValueError("a binary file")
+        n_characters += len(text)
+        n_replaced += text.count("\ufffd") if errors == "replace" else 0
         content.update(raw)
         size += len(raw)
         if is_end:
             found.extend((int.from_bytes(content.digest()), size))
             content = start_hash()
             size = 0
-    return found
+    if n_replaced > n_characters / 1000:
+        raise ValueError("not UTF-8")
+    return found, n_replaced
 
 
 def validation_bytes(sizes: np.ndarray, hashes: np.ndarray) -> np.ndarray:
@@ -111,7 +119,7 @@ class Corpus:
 
     def __init__(self, names: Iterable[str], downloads: Path, field="text", encoding="utf-8"):
         self.field = field
-        self.sources = []  # (file, its encoding, its number of documents)
+        self.sources = []  # (file, (its encoding, what to do with errors), number of documents)
         self.refused = []
         self.n_lost = 0
         measured = array("Q")
@@ -138,15 +146,20 @@ class Corpus:
         """Measure a file. Remember it as a source, and why it, or a part of it, is left out."""
         measured = array("Q")
         why = ""
-        for tried in ("utf-8-sig", encoding):
+        # A bad byte spoils one line of records, or one character of a text that has few of them.
+        last = "surrogateescape" if is_json(file) else "strict"
+        ways = ("utf-8-sig", "strict"), (encoding, last), ("utf-8-sig", "replace")
+        for way in ways:
             reasons = []
             try:
-                pieces = read_pieces(file, self.field, reasons, tried)
-                measured = measure(pieces, is_utf8=tried.startswith("utf-8"))
-                self.sources.append((file, tried, len(measured) // 2))
+                pieces = read_pieces(file, self.field, reasons, *way)
+                measured, n_replaced = measure(pieces, *way)
+                if n_replaced:
+                    reasons = [f"{n_replaced:,} bad characters became \ufffd: {why}"]
+                self.sources.append((file, way, len(measured) // 2))
                 break
             except UNREADABLE as error:
-                if "binary" not in why:  # no encoding makes it a text
+                if "binary" not in why and way != ways[-1]:  # no encoding makes it a text
                     why = describe_unreadable(error)
         else:
             reasons = [why]
@@ -159,8 +172,8 @@ class Corpus:
         """Yield ("train" or "val", text). An empty text ends a document's part of a split, and
         becomes the end-of-text token."""
         first = 0
-        for file, encoding, n in self.sources:
-            pieces = read_pieces(file, self.field, [], encoding)
+        for file, way, n in self.sources:
+            pieces = read_pieces(file, self.field, [], *way)
             some = slice(first, first + n)
             yield from split_documents(pieces, self.sizes[some], self.n_train[some])
             first += n

@@ -142,17 +142,23 @@ class Dataset:
             yield ids[:, :-1].clamp(min=0), ids[:, 1:]
 
 
+def check_text(config, saved: dict):
+    """Raise UserError unless data/NAME is the text of a run's saved state."""
+    directory = Path("data") / config.dataset
+    if saved["data"] != read_json(directory / "meta.json")["sha256"]:
+        raise UserError(
+            f"{directory} is not what {config.out_dir} was trained on: "
+            f"prepare it again, or begin another run with --init_from={config.out_dir}"
+        )
+
+
 def training_data(config, saved: dict | None = None) -> Dataset:
     """Return the data set of a configuration as its run reads it. saved: the state of the run to
     resume, whose place in the epoch stays, also with another batch size. Raises UserError unless
     the data set is the one that run has."""
     data = Dataset(config.dataset, config.block_size, eval_part(config), config.eval_all)
     if saved:
-        if saved["data"] != data.fingerprint:
-            raise UserError(
-                f"{data.directory} is not what {config.out_dir} was trained on: "
-                f"prepare it again, or begin another run with --init_from={config.out_dir}"
-            )
+        check_text(config, saved)
         old = saved["config"]
         before = old["batch_size"] * old["gradient_accumulation_steps"]
         now = config.batch_size * config.gradient_accumulation_steps

@@ -125,7 +125,8 @@ class Report:
         try:
             return function(*arguments) or {}
         except Exception as error:
-            if self.processes.world_size > 1:  # the others would wait for this process
+            alone = function == self.write_sample and not self.processes.sharded
+            if self.processes.world_size > 1 and not alone:  # the others would wait for this one
                 raise
             place = traceback.extract_tb(error.__traceback__)[-1]
             self.say(

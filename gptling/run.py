@@ -69,8 +69,12 @@ def check_files(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def delete_checkpoint(checkpoint: Path):
-    """Delete a checkpoint. If that fails, print it."""
+def delete_checkpoint(checkpoint: Path, newest: Path):
+    """Delete a checkpoint, unless you have put a file into it, which the newest one lacks. If that
+    fails, print it."""
+    names, own = ({file.name for file in path.iterdir()} for path in (checkpoint, newest))
+    if any(name[0] != "." for name in names - own):
+        return
     try:  # hidden first, so that a crash leaves no half of a checkpoint
         shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleting")))
     except OSError as error:
@@ -145,8 +149,11 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or lock_directory(self.path)
         done = state.progress.steps_before + state.progress.step  # all models' steps
-        if not done and list_models(self.path):
-            if not state.config.overwrite:  # since the plan was made, another training has ended
+        models = list_models(self.path)
+        log = self.path / "log.jsonl"
+        if not done and (models or (log.exists() and b"val_loss" in log.read_bytes())):
+            # Since the plan was made, another training has ended.
+            if models and not state.config.overwrite:
                 raise UserError(f"{self.path} has another run by now: give another --out_dir")
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
@@ -179,7 +186,7 @@ class RunDirectory:
             Path(copy).replace(best / "training_state.pt")  # so that no one continues from the best
             for path in checkpoints:
                 if path != best:
-                    delete_checkpoint(path)
+                    delete_checkpoint(path, newest=last)
             best.rename(self.path / f"teacher-{len(list_teachers(self.path)) + 1}")
         self.processes.wrapped = None  # frees its memory
         self.processes.barrier()
@@ -196,10 +203,12 @@ class RunDirectory:
         replace(log, b"".join(kept))
 
     def write_settings(self, state):
-        """Write config.toml."""
+        """Write config.toml. As a preset, it begins with the first of several models again."""
         text = f"{HEADER} Edits have no effect on --resume, which has flags.\n"
+        several = state.config.models_before > 0
+        last_models = {"teacher", "teacher_share", "max_iters"} if several else set()
         for name, value in state.configuration().items():
-            if value is not None:  # TOML's strings are JSON's
+            if value is not None and name not in last_models:  # TOML's strings are JSON's
                 text += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
         replace(self.path / "config.toml", text.encode())
 
@@ -233,4 +242,4 @@ class RunDirectory:
             print(f"no old checkpoint was deleted: {error}")
             return
         for path in set(checkpoints[: -state.config.keep_last]) - best:
-            delete_checkpoint(path)
+            delete_checkpoint(path, newest=checkpoints[-1])

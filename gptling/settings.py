@@ -15,7 +15,7 @@ from typing import Any
 
 from gptling import cli, devices, plan
 from gptling.clock import next_model
-from gptling.dataset import training_data
+from gptling.dataset import check_text
 from gptling.files import UserError, read_json
 from gptling.gpt2_format import stored_config
 from gptling.pretrained import find_checkpoint, load_model
@@ -86,6 +86,8 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     if config.teacher:
         config.teacher = given["teacher"] = find_teachers(config)
     length_flag = next((flag for flag in given if flag in ("minutes", "max_iters")), "")
+    if not config.init_from:
+        raise UserError("--init_from= has no value: give scratch, a run or a checkpoint")
     if length_flag == "minutes" and not config.minutes:
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
@@ -122,16 +124,19 @@ def models(config, start: Start, model_class: type, processes):
     that follow it in the same run. Raises UserError if these would have another text or code."""
     following = next_model(config, start.progress, processes) if start.saved else None
     if following:
-        training_data(config, start.saved)
+        check_text(config, start.saved)
         load_model(model_class, start.checkpoint, config.allow_changed_model)
     else:
         yield config, start
         following = start.following
     while following:
         start.run.keep_teacher()
+        teacher = list_teachers(start.run.path)[-1]
+        check_text(config, load_training_state(teacher))  # it may be prepared again meanwhile
         start = Start(start.run, start.sources, progress=start.progress)
         kind = "learns from those before it" if following.teacher else "has another seed"
         print(f"\nModel {following.models_before + 1} of this run {kind}.")
+        print(f"{teacher} is the one before. Its other checkpoints are deleted.")
         yield following, start
         following = start.following
 

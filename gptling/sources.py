@@ -23,8 +23,8 @@ SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespe
 BY_HAND = ". Download it by hand, then: python prepare.py input.txt --name=shakespeare"
 ENCODINGS = "such as --encoding=cp1252 (Western Europe), gbk, koi8-r or utf-16 (PowerShell)"
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, LookupError, zlib.error)
-# A folder with two of these is prepared data, a checkpoint or a run.
-OUTPUTS = {"meta.json", "val.npy", "tokenizer.json", "metrics.json", "log.jsonl", "config.toml"}
+# A folder with two such files is prepared data, a checkpoint or a run.
+OUTPUTS = [{"meta.json", "val.npy"}, {"metrics.json", "config.json"}, {"log.jsonl", "config.toml"}]
 # The endings of files whose markup is trained on, too.
 MARKUP = r"\.(csv|tsv|json|html?|xml)(\.gz)?$"
 CHUNK = 1 << 20  # characters of a text file that are read at once
@@ -75,6 +75,8 @@ def text_of(record: dict | str, field: str) -> str:
     if isinstance(record, str):
         line = record.encode(errors="surrogateescape").decode().strip()
         record = json.loads(line) if line else {field: ""}
+    if not isinstance(record, dict):
+        raise ValueError(f"not an object with fields: {record!s:.50}")
     if field not in record:
         others = [name for name, value in record.items() if isinstance(value, str)]
         hint = f"--field can be one of {others!s:.200}" if others else "no other field is a text"
@@ -103,13 +105,14 @@ def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
     if real in seen:
         return
     seen.add(real)
-    if not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):  # reading it says why
+    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):  # reading it says why
         yield path
         return
     inside = sorted(path.iterdir())
-    is_output = len(OUTPUTS & {file.name for file in inside}) > 1
+    is_output = any(names <= {file.name for file in inside} for names in OUTPUTS)
     for file in inside:
-        if file.name[0] != "." and (file.is_dir() or (file.is_file() and not is_output)):
+        is_text = os.path.isfile(file) and not is_output
+        if file.name[0] != "." and (os.path.isdir(file) or is_text):
             yield from find_files(file, seen)
 
 
@@ -145,12 +148,17 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
     return [*chain.from_iterable(find_files(Path(path), seen) for path in paths)]
 
 
+def is_json(source: Path) -> bool:
+    """Return whether a file has a record in each line."""
+    return source.name.lower().endswith((".jsonl", ".jsonl.gz"))
+
+
 def read_pieces(
-    source: Path, field: str, refused: list, encoding: str = "utf-8-sig"
+    source: Path, field: str, refused: list, encoding="utf-8-sig", errors="strict"
 ) -> Iterator[tuple[str, bool]]:
     """Yield the text of a file as (piece, whether its document ends). Pieces end between tokens if
     possible. A record without a text is left out, and one line about all of these is added to
-    `refused`.
+    `refused`. errors: as for open().
 
     "one<|endoftext|>two" is ("one", True), ("two", True), if it is short. A long document is in
     pieces that are False, before the last one.
@@ -166,12 +174,9 @@ def read_pieces(
         yield from _records(records, field, refused)
         return
     opened = gzip.open if name.endswith(".gz") else open
-    is_json = name.endswith((".jsonl", ".jsonl.gz"))
-    # Bad bytes spoil one line of records alone, unless the file may have another encoding.
-    errors = "surrogateescape" if is_json and encoding != "utf-8-sig" else "strict"
     # Text mode reads "\n" for every end of a line.
     with opened(source, "rt", encoding=encoding, errors=errors) as file:
-        if is_json:
+        if is_json(source):
             yield from _records(file, field, refused)
         else:
             yield from _pieces(iter(lambda: file.read(CHUNK), ""))

@@ -82,6 +82,8 @@ class State:
         self.things = things
         self.progress = Progress(config.max_iters)
         self.sources = sources
+        package = sorted(Path(__file__).parent.glob("*.py"))
+        self.package = b"".join(file.read_bytes() for file in package)
         self.first_groups = self.groups()
 
     def groups(self) -> list[list[dict]]:
@@ -96,7 +98,8 @@ class State:
 
     def code(self) -> dict[str, Any]:
         """Return the sha256 of each source, and the names of the optimizers' classes."""
-        hashes = {name: hashlib.sha256(text).hexdigest() for name, text in self.sources.items()}
+        texts = self.sources | {"gptling/": self.package}
+        hashes = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
         return hashes | {"optimizers": [type(optimizer).__name__ for optimizer in self.optimizers]}
 
     def state_dict(self) -> dict[str, Any]:

@@ -139,8 +139,8 @@ BAD_RECORDS = {
     b'{"text": 5}': '"text" is not a string: 5',
     b'{"text": [{"role": "user"}]}': "\"text\" is not a string: [{'role': 'user'}]",
     b'{"text": ' + b"[" * 10_000: "maximum recursion depth",
-    b'["text"]': "list indices must be integers",
-    b'"text"': "string indices must be integers",
+    b'["text"]': "not an object with fields: ['text']",
+    b'"text"': "not an object with fields: text",
     b'{"text": "caf\xe9"}': "can't decode byte 0xe9",
     b'{"text": "\xed\xa0\xbd"}': "can't decode byte 0xed",
 }
@@ -605,7 +605,7 @@ def test_no_text_straddles_two_token_files(here, monkeypatch, n_vocab, dtype, si
 def test_an_existing_directory_is_replaced_by_a_whole_one(here):
     prepare_text("one " * 500)
     with pytest.raises(UserError, match="UTF-8"):
-        prepare_text(b"two " * 500 + b"\xff", overwrite=True)
+        prepare_text(b"two \xff" * 500, overwrite=True)
     assert text_of(here / "data/a", "train").startswith("one")
     prepare_text("two " * 500, overwrite=True)
     assert text_of(here / "data/a", "train").startswith("two")
