@@ -1,5 +1,6 @@
 """MultiHeadAttention against the written-out formula and torch.nn.MultiheadAttention."""
 
+import itertools
 import math
 
 import pytest
@@ -7,18 +8,6 @@ import torch
 import torch.nn as nn
 
 from model import MultiHeadAttention
-
-SYSTEMS = [  # causal, context length or None, padding
-    (causal, S, padding)
-    for causal in (True, False)
-    for S in (None, 5, 9)
-    for padding in (False, True)
-]
-
-
-def random_attention(*arguments, seed=0, **options):
-    torch.manual_seed(seed)
-    return MultiHeadAttention(*arguments, **options)
 
 
 def formula(attn, x, context=None, padding_mask=None):
@@ -34,20 +23,16 @@ def formula(attn, x, context=None, padding_mask=None):
     v = context.double() @ weight[2 * d_out :].T + bias[2 * d_out :]
     y = torch.zeros(B, T, d_out, dtype=torch.float64)
     weights = torch.zeros(B, nh, T, S, dtype=torch.float64)
-    for b in range(B):
-        for head in range(nh):
-            part = slice(head * hs, (head + 1) * hs)
-            for t in range(T):
-                keys = [
-                    s
-                    for s in range(S)
-                    if (s <= t or not attn.causal) and (padding_mask is None or padding_mask[b, s])
-                ]
-                if keys:
-                    scores = torch.stack([q[b, t, part] @ k[b, s, part] for s in keys])
-                    share = torch.softmax(scores / math.sqrt(hs), dim=0)
-                    weights[b, head, t, keys] = share
-                    y[b, t, part] = share @ v[b, keys, part]
+    for b, head, t in itertools.product(range(B), range(nh), range(T)):
+        part = slice(head * hs, (head + 1) * hs)
+        keys = [s for s in range(S) if s <= t or not attn.causal]
+        if padding_mask is not None:
+            keys = [s for s in keys if padding_mask[b, s]]
+        if keys:
+            scores = torch.stack([q[b, t, part] @ k[b, s, part] for s in keys])
+            share = torch.softmax(scores / math.sqrt(hs), dim=0)
+            weights[b, head, t, keys] = share
+            y[b, t, part] = share @ v[b, keys, part]
     return y @ attn.c_proj.weight.double().T + attn.c_proj.bias.double(), weights
 
 
@@ -55,19 +40,19 @@ def example(S, padding, width=6, T=7, B=3):
     torch.manual_seed(1)
     x = torch.randn(B, T, width)
     context = None if S is None else torch.randn(B, S, width)
-    mask = None
-    if padding:
-        mask = torch.rand(B, S or T) > 0.4
-        mask[0, :3] = False  # padding on the left
-        mask[1] = False  # nothing but padding
-    return x, context, mask
+    mask = torch.rand(B, S or T) > 0.4
+    mask[0, :3] = False  # padding on the left
+    mask[1] = False  # nothing but padding
+    return x, context, mask if padding else None
 
 
-@pytest.mark.parametrize("causal, S, padding", SYSTEMS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("S", [None, 5, 9])  # context length
+@pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("n_head, qkv_bias", [(1, False), (2, True), (4, False)])
 def test_every_system_equals_the_formula_in_float64(causal, S, padding, n_head, qkv_bias):
     x, context, mask = example(S, padding)
-    attn = random_attention(6, 8, 9, n_head, causal=causal, qkv_bias=qkv_bias)
+    attn = MultiHeadAttention(6, 8, 9, n_head, causal=causal, qkv_bias=qkv_bias)
     y, weights = formula(attn, x, context, mask)
     torch.testing.assert_close(attn(x, context, padding_mask=mask).double(), y, rtol=0, atol=1e-6)
     ours = attn.attention_weights(x, context, padding_mask=mask).double()
@@ -79,7 +64,7 @@ def test_every_system_equals_the_formula_in_float64(causal, S, padding, n_head, 
 def test_equals_torch_multihead_attention(causal, S):
     x, context, mask = example(S, True, width=8)
     mask[:, 0] = True  # torch.nn.MultiheadAttention gives NaN to a query without a key
-    attn = random_attention(8, 8, 9, 4, causal=causal, qkv_bias=True)
+    attn = MultiHeadAttention(8, 8, 9, 4, causal=causal, qkv_bias=True)
     other = nn.MultiheadAttention(8, 4, batch_first=True)
     other.in_proj_weight.data, other.in_proj_bias.data = attn.c_attn.weight, attn.c_attn.bias
     other.out_proj.weight.data, other.out_proj.bias.data = attn.c_proj.weight, attn.c_proj.bias
