@@ -5,15 +5,12 @@ import json
 import re
 
 import pytest
-import torch
 
 from gptling.pretrained import find_checkpoint
 from gptling.run import list_checkpoints
-from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, contents, one_line, read_log, run_here, run_script, small
+from tests.conftest import ROOT, TINY, contents, one_line, read_log, run_here, run_script
 from tests.edits import copy_edited
 from tests.test_processes import finish, torchrun
-from train import configure_optimizers
 
 MINE = ["--dataset=mine", *TINY]
 RESUME = ["--out_dir=out/mine", "--resume"]
@@ -90,22 +87,6 @@ def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
 def test_a_run_that_has_ended_ends_a_chain_of_jobs_without_an_error(finished):
     process = run_script("train.py", *MINE, "--auto_resume", cwd=finished)
     assert "out/mine has finished its 20 steps" in said(process)
-    preset = ["out/mine/config.toml", *RESUME]  # it has minutes and max_iters
-    one_line(run_here("train.py", *preset, cwd=finished), "finished its 20 steps", "--minutes=5")
-
-
-def test_data_whose_shards_are_not_those_of_meta_json_are_refused(here):
-    meta = here / "data/mine/meta.json"
-    meta.write_text(re.sub(r'"tokens": (\d)', r'"tokens": 1\1', meta.read_text()))
-    one_line(run_here("train.py", *MINE, cwd=here), "data/mine has", "prepare the text again")
-
-
-@pytest.mark.parametrize("part", ["arange(len(targets)) < 8", "targets != 3"])
-def test_a_loss_that_leaves_out_some_targets_is_no_cross_entropy(part, here, copy_with):
-    """In any batch of an evaluation, not only at its beginning."""
-    cut = LOSSES.replace("\n", f" * ({'torch.' if 'arange' in part else ''}{part})\n")
-    output = said(run_script(copy_with((LOSSES, cut)), *MINE, cwd=here))
-    assert output.count("not the cross-entropy of the logits") == 2
 
 
 def test_processes_whose_weights_part_are_an_error(here, copy_with):
@@ -134,22 +115,6 @@ def test_a_directory_that_holds_other_runs_or_files_is_refused(finished):
 
 
 # ---------------------------------------------------------------- odd places
-
-
-def test_a_model_can_be_made_in_inference_mode():
-    with torch.inference_mode():
-        model = GPT(GPTConfig(8, 11, 1, 2, 4)).eval()
-        logits, _ = model(torch.zeros(1, 4, dtype=torch.long))
-    assert logits.shape == (1, 4, 11)
-
-
-def test_a_parameter_with_a_dimension_of_1_is_no_matrix_for_muon():
-    model = GPT(GPTConfig(8, 11, 1, 2, 4))
-    model.h[0].slopes = torch.nn.Parameter(torch.ones(2, 1, 1))
-    adamw, muon = configure_optimizers(model, small(optimizer="muon"))
-    slopes = [model.h[0].slopes is p for group in muon.param_groups for p in group["params"]]
-    assert not any(slopes)
-    assert any(model.h[0].slopes is p for group in adamw.param_groups for p in group["params"])
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])

@@ -111,6 +111,7 @@ MISTAKES = [
     ("train.py --resume --auto_resume", "only one of", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
     ("train.py --resume --out_dir=out/mine", "its 20 steps", "--max_iters=40", "--minutes=5"),
+    ("train.py out/mine/config.toml --resume --out_dir=out/mine", "its 20 steps", "--minutes=5"),
     ("train.py --minutes=0", "--minutes=0", "--max_iters"),
     ("train.py --max_iters=9 --minutes=0", "--minutes=0", "--max_iters"),
     # The run has ended, too, which is the lesser reason.
@@ -194,6 +195,7 @@ class Evil:
 SAMPLE, RESUME = "sample.py out/mine", "train.py --out_dir=out/mine --resume --max_iters=30"
 TRAIN = f"train.py --dataset=mine {' '.join(TINY)} --out_dir=out/new"
 INIT = f"{TRAIN} --init_from=out/mine"
+META = {"val": {"tokens": 7}}
 DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "config.json", {"n_head": 3}, "n_head=3"),
     (SAMPLE, "config.json", {"model_type": "llama"}, "llama"),
@@ -211,6 +213,7 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (RESUME, "training_state.pt", Evil(), "training_state.pt cannot be read"),
     (INIT, "config.json", {"n_head": 3}, "config.json: n_embd=16 is not divisible by n_head=3"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
+    (TRAIN, "meta.json", META, "data/mine has 769 tokens of val, not 7: prepare the text again"),
     (TRAIN, "val.npy", Evil(), "Python objects"),
     (TRAIN, "val.npy", b"", "val.npy: No data left in file: prepare the text again"),
     (TRAIN, "train-00000.npy", b"\x93NUMPY\1\0", "prepare the text again"),

@@ -186,11 +186,13 @@ def test_muon_lets_a_matrix_whose_gradient_is_zero_decay_alone():
 
 
 def test_muon_takes_the_matrices_inside_the_blocks_but_no_embeddings():
-    """Neither a block's own, nor those that a block shares with the output layer."""
+    """Neither a block's own, nor those that a block shares with the output layer, nor a parameter
+    with a dimension of 1."""
     model = GPT(GPTConfig(8, 11, 2, 2, 4))
     model.h[0].values = torch.nn.Embedding(11, 4)
     model.h[1].exit = model.lm_head
     model.h[1].experts = torch.nn.Parameter(torch.ones(3, 4, 4))  # a stack of matrices
+    model.h[1].slopes = torch.nn.Parameter(torch.ones(2, 1, 1))
     names = {id(p): name for name, p in model.named_parameters()}
     rest, taken = (
         {names[id(p)] for group in each.param_groups for p in group["params"]}
