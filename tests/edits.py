@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 from unittest import mock
 
-from tests.conftest import ROOT
+from tests.scripts import ROOT
 
 # Lines of model.py that several tests replace.
 INIT = "        self.uninitialised ="

@@ -15,7 +15,7 @@ from gptling.compare import CompareConfig
 from gptling.run import load_training_state
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tests.conftest import ROOT, TINY, output_of, run_here
+from tests.scripts import ROOT, TINY, output_of, run_here
 from train import TrainConfig
 
 

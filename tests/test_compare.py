@@ -20,8 +20,9 @@ import pytest
 from gptling import compare
 from gptling.cli import launch
 from gptling.compare import T_QUANTILES, judge, step_time
-from tests.conftest import ROOT, TINY, output_of, read_log
+from tests.conftest import read_log
 from tests.edits import copy_edited
+from tests.scripts import ROOT, TINY, output_of
 
 SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "config", "gptling", ".gitignore"]
 FLAGS = ["--dataset=mine", *TINY, "--max_iters=10"]

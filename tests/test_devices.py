@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from gptling import devices, startup
 from gptling.cli import UserError
 from model import GPT, GPTConfig
-from tests.conftest import ROOT
+from tests.scripts import ROOT
 
 
 def cpu(monkeypatch, bf16=False, amx=False, has=None):

@@ -22,7 +22,7 @@ from gptling.run import best_checkpoint
 from gptling.tokenizers import build_tokenizer, encode, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
-from tests.conftest import ROOT, output_of, run_script
+from tests.scripts import ROOT, output_of, run_script
 from tests.test_mistakes import Evil
 
 transformers = pytest.importorskip(

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.conftest import ROOT, run_script
+from tests.scripts import ROOT, run_script
 
 pytestmark = pytest.mark.gpt2  # the checks ask model.py for right answers
 PAGE = ROOT / "docs" / "exercises.py"

@@ -16,8 +16,9 @@ from gptling.gpt2_format import save
 from gptling.pretrained import load_model
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
-from tests.conftest import output_of
+from tests.conftest import randomised
 from tests.edits import edited_module
+from tests.scripts import output_of
 
 BYTES = build_tokenizer("byte", end_of_text=False)
 PROMPT = "1 gr"
@@ -74,12 +75,8 @@ def explained(trained, tmp_path_factory):
 
 def random_model(V=256, model_class=GPT, **sizes):
     """Its weights are large enough for an error to show."""
-    torch.manual_seed(0)
     sizes = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32} | sizes
-    model = model_class(model_class.config_class(vocab_size=V, **sizes)).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return model
+    return randomised(model_class(model_class.config_class(vocab_size=V, **sizes)), std=0.5)
 
 
 # ---------------------------------------------------------------------------- the attention

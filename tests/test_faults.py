@@ -1,18 +1,17 @@
 """What serves the training may fail without it, what must agree is compared, and what is not the
 run's stays as it is."""
 
-import json
 import re
 
 import pytest
 
 from gptling.pretrained import find_checkpoint
 from gptling.run import list_checkpoints
-from tests.conftest import ROOT, TINY, contents, one_line, read_log, run_here, run_script
+from tests.conftest import contents, edit_json, read_log
 from tests.edits import copy_edited
+from tests.scripts import MINE, ROOT, one_line, output_here, output_of, run_here, run_script
 from tests.test_processes import finish, torchrun
 
-MINE = ["--dataset=mine", *TINY]
 RESUME = ["--out_dir=out/mine", "--resume"]
 FORWARD = "        x = self.hidden(idx, padding_mask, cache)  # (B, T, C)\n"
 GENERATE = '        require(idx.size(1) > 0, "idx has no tokens'
@@ -32,11 +31,6 @@ def copy_with(here):
     return copy
 
 
-def said(process, code=0):
-    assert process.returncode == code, process.stderr.decode()
-    return process.stdout.decode()
-
-
 # ---------------------------------------------------------------- save first
 
 
@@ -49,7 +43,7 @@ def said(process, code=0):
     ],
 )  # fmt: skip
 def test_an_evaluation_or_a_sample_that_fails_costs_a_line(change, name, here, copy_with):
-    output = said(run_script(copy_with(change), *MINE, cwd=here))
+    output = output_of(copy_with(change), *MINE, cwd=here)
     assert len(re.findall(rf"{name} failed at model.py:\d+: .*in eval mode", output)) == 2
     assert [path.name for path in list_checkpoints(here / "out/mine")] == [
         "checkpoint-10", "checkpoint-20"
@@ -68,25 +62,24 @@ def test_a_step_that_float16_skips_fifty_times_in_a_row_is_an_error(here, copy_w
 
 def test_the_best_checkpoint_is_the_best_over_the_tokens_that_count_now(finished):
     metrics = finished / "out/mine/checkpoint-20/metrics.json"
-    easy = json.loads(metrics.read_text()) | {"val_loss": 0.01, "val_tokens": 16}
-    metrics.write_text(json.dumps(easy))  # as if evaluated on a few easy tokens
-    process = run_here("train.py", *RESUME, "--max_iters=40", cwd=finished)
+    edit_json(metrics, val_loss=0.01, val_tokens=16)  # as if evaluated on a few easy tokens
+    output = output_here("train.py", *RESUME, "--max_iters=40", cwd=finished)
     evaluated = [entry for entry in read_log(finished / "out/mine")[2:] if "val_loss" in entry]
     best = min(evaluated, key=lambda entry: entry["val_loss"])
     assert find_checkpoint(finished / "out/mine").name == f"checkpoint-{best['step']}"
-    assert "(best)" in said(process)
+    assert "(best)" in output
 
 
 def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
     file = finished / "out/mine/config.toml"
     file.write_text(file.read_text().replace("learning_rate = 0.01", "learning_rate = 0.5"))
-    output = said(run_here("train.py", *RESUME, "--max_iters=22", cwd=finished))
+    output = output_here("train.py", *RESUME, "--max_iters=22", cwd=finished)
     assert "config.toml was edited (learning_rate), which has no effect: give flags" in output
 
 
 def test_a_run_that_has_ended_ends_a_chain_of_jobs_without_an_error(finished):
-    process = run_script("train.py", *MINE, "--auto_resume", cwd=finished)
-    assert "out/mine has finished its 20 steps" in said(process)
+    output = output_of("train.py", *MINE, "--auto_resume", cwd=finished)
+    assert "out/mine has finished its 20 steps" in output
 
 
 def test_processes_whose_weights_part_are_an_error(here, copy_with):

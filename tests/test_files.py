@@ -13,7 +13,8 @@ import pytest
 
 from gptling.cli import UserError
 from gptling.files import lock_directory, new_directory, replace
-from tests.conftest import ROOT, TEXT, TINY, contents, run_here
+from tests.conftest import contents
+from tests.scripts import ROOT, TEXT, TINY, run_here
 
 
 def test_a_directory_is_on_the_disk_before_it_has_its_name(here, monkeypatch):

@@ -6,6 +6,7 @@ import torch
 
 from gptling.gpt2_format import gpt2_logits, save
 from model import GPT, GPTConfig
+from tests.conftest import randomised
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install -e '.[test]' brings transformers"
@@ -15,12 +16,8 @@ SIZES = {"vocab_size": 28, "n_layer": 3, "n_head": 2, "n_embd": 32}
 
 @pytest.fixture
 def theirs():
-    torch.manual_seed(0)
     config = transformers.GPT2Config(n_positions=16, **SIZES)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
+    return randomised(transformers.GPT2LMHeadModel(config))
 
 
 @torch.no_grad()

@@ -1,19 +1,15 @@
 """What only a CUDA GPU shows: training, resuming and sampling there. Skipped without one."""
 
 import shutil
+from functools import partial
 
 import pytest
 
-from tests.conftest import TINY, read_log, run_script
+from tests.conftest import assert_equal, read_log, weights
+from tests.scripts import MINE, output_of, run_script
 
 pytestmark = pytest.mark.skipif(not shutil.which("nvidia-smi"), reason="no NVIDIA GPU")
-
-
-def on_gpu(script, *arguments, cwd):
-    """Standard output of a script that must succeed, on the first GPU."""
-    process = run_script(script, *arguments, cwd=cwd, CUDA_VISIBLE_DEVICES="0")
-    assert process.returncode == 0, process.stderr.decode()
-    return process.stdout.decode()
+on_gpu = partial(output_of, CUDA_VISIBLE_DEVICES="0")  # the first one
 
 
 def losses(run):
@@ -23,24 +19,23 @@ def losses(run):
 @pytest.mark.parametrize("compile", [False, True])
 def test_training_gives_the_losses_of_a_cpu(compile, trained):
     name = f"out/gpu-{compile}"
-    flags = ["--dataset=mine", *TINY, f"--out_dir={name}", f"--compile={compile}", "--device=cuda"]
+    flags = [*MINE, f"--out_dir={name}", f"--compile={compile}", "--device=cuda"]
     assert "cuda, float32" in on_gpu("train.py", *flags, cwd=trained)
     assert losses(trained / name) == pytest.approx(losses(trained / "out/mine"), rel=1e-3)
 
 
 def test_deterministic_runs_are_equal_bit_for_bit(trained):
-    flags = ["--dataset=mine", *TINY, "--dtype=bfloat16", "--dropout=0.1", "--deterministic"]
+    flags = [*MINE, "--dtype=bfloat16", "--dropout=0.1", "--deterministic"]
     for name in ("one", "two"):
         on_gpu("train.py", *flags, f"--out_dir=out/{name}", "--device=cuda", cwd=trained)
-    one, two = (trained / f"out/{name}/checkpoint-20/model.safetensors" for name in ("one", "two"))
-    assert one.read_bytes() == two.read_bytes()
+    assert_equal(weights(trained / "out/one"), weights(trained / "out/two"))
 
 
 @pytest.mark.parametrize("compile", [[], ["--compile"]])
 def test_greedy_text_is_that_of_a_cpu(compile, trained):
     arguments = ["out/mine", "--prompt=12 green", "--temperature=0", "--max_new_tokens=60"]
     arguments += ["--dtype=float32"]
-    expected = run_script("sample.py", *arguments, cwd=trained).stdout.decode()
+    expected = output_of("sample.py", *arguments, cwd=trained)
     process = run_script("sample.py", *arguments, *compile, cwd=trained, CUDA_VISIBLE_DEVICES="0")
     assert process.stdout.decode() == expected
     assert "cuda" in process.stderr.decode() and "slower decoding" not in process.stderr.decode()

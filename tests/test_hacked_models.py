@@ -27,8 +27,9 @@ from gptling.run import load_training_state
 from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests import try_model
-from tests.conftest import ROOT, TEXT, TINY, read_log, run_here, small
+from tests.conftest import read_log, small
 from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited, edited_module
+from tests.scripts import ROOT, TEXT, TINY, run_here
 from tests.test_devices import cross_entropy
 from tests.test_explain import attention_of
 from tests.try_model import generate, padded

@@ -3,7 +3,6 @@ in one line that names the value and the remedy, and leaves nothing half-written
 in tyro's box of a few lines, and exit code 2."""
 
 import ast
-import json
 import math
 import os
 import re
@@ -15,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gptling.files import lock_directory
-from tests.conftest import ROOT, TEXT, TINY, contents, run_here, run_script, write_times
+from tests.conftest import edit_json, snapshot
+from tests.scripts import ROOT, TEXT, TINY, run_here, run_script
 
 FILES = {
     "a.txt": TEXT.encode(),
@@ -169,7 +169,7 @@ def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, ro
     script, *arguments = command.split()
     if "--device=cuda" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has the GPU that must be missing")
-    before = contents(world), write_times(world)
+    before = snapshot(world)
     process = run_here(script, *arguments, cwd=world / place)
     *words, code = row[1:] if isinstance(row[-1], int) else (*row[1:], 1)
     error = process.stderr.decode("utf-8")
@@ -181,7 +181,7 @@ def test_a_mistake_is_one_line_that_names_it_and_leaves_nothing_behind(world, ro
         assert len(lines) == 1 and ": error: " in lines[0], error
     error = re.sub(r"[─-╿\s]", "", error).lower()  # a box may break a line, and a word at a hyphen
     assert all(word.replace(" ", "").lower() in error for word in words), error
-    assert (contents(world), write_times(world)) == before
+    assert snapshot(world) == before
     assert not process.stdout.strip() or "--resume" in arguments  # which says what changes
 
 
@@ -211,6 +211,7 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "model.safetensors", math.nan, "logits: other"),
     (RESUME, "training_state.pt", b"short", "training_state.pt cannot be read"),
     (RESUME, "training_state.pt", Evil(), "training_state.pt cannot be read"),
+    (RESUME, "training_state.pt", 2, "of another version: begin with --init_from=out/mine"),
     (INIT, "config.json", {"n_head": 3}, "config.json: n_embd=16 is not divisible by n_head=3"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
     (TRAIN, "meta.json", META, "data/mine has 769 tokens of val, not 7: prepare the text again"),
@@ -230,7 +231,7 @@ def test_a_damaged_file_is_named_and_runs_no_code(trained, tmp_path, command, na
     elif isinstance(change, bytes):
         file.write_bytes(change)
     elif isinstance(change, dict):
-        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        edit_json(file, **change)
     elif isinstance(change, float):
         weights = load_file(file)
         save_file(weights | {"ln_f.weight": torch.full((16,), change)}, file)

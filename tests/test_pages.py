@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import model
-from tests.conftest import FORKS, ROOT
+from tests.scripts import ROOT, start
 
 PAGES = ["attention.md", "gpt.md", "learning.md"]
 SLOW = {"gpt.md", "learning.md"}  # pages that train models
@@ -44,9 +44,7 @@ RUNS = [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for
 @pytest.mark.parametrize("page", RUNS)
 def test_blocks_print_the_text_below_them(page, tmp_path):
     assert blocks_of(page)
-    child = FORKS.Process(target=run_blocks, args=(page, tmp_path))
-    with contextlib.chdir(ROOT):  # where the first one imports
-        child.start()
+    child = start(run_blocks, page, tmp_path)
     child.join()
     assert child.exitcode == 0, (tmp_path / "errors").read_text()
 

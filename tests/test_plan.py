@@ -18,7 +18,8 @@ from gptling.dataset import Dataset
 from gptling.plan import Planner
 from gptling.schedule import eval_part, evaluates_after, tokens_per_step
 from gptling.state import Progress
-from tests.conftest import ROOT, one_process, read_log, run_here, run_script, small
+from tests.conftest import one_process, read_log, small
+from tests.scripts import ROOT, output_here, output_of
 from tests.test_processes import finish, torchrun
 from train import TrainConfig, learning_rate
 
@@ -436,9 +437,7 @@ def here(trained, tmp_path):
 def test_a_plan_is_printed_stored_and_kept_to(here):
     start = time.monotonic()
     flags = [*FLAGS, "--minutes=0.06", "--n_layer=1", "--muon_lr=0.04"]
-    done = run_script("train.py", *flags, cwd=here, OMP_NUM_THREADS="1")  # the time is a process's
-    assert done.returncode == 0, done.stderr
-    output = done.stdout.decode()
+    output = output_of("train.py", *flags, cwd=here, OMP_NUM_THREADS="1")  # a process of its own
     took = int(re.search(r"^Done in (\d+) s\.", output, re.M)[1])
     assert 1 < took < 1.1 * (time.monotonic() - start)
     config = tomllib.loads((here / "out/mine/config.toml").read_text())
@@ -471,9 +470,7 @@ def test_a_run_is_planned_unless_a_flag_or_preset_says_its_steps(
     (here / "out").mkdir()
     (here / "out/first").symlink_to(trained / "out/mine")
     (here / "mine.toml").write_text(preset)
-    done = run_here("train.py", "mine.toml", *words, *FLAGS, cwd=here, changes=[OVER])
-    output = done.stdout.decode()
-    assert done.returncode == 0, done.stderr
+    output = output_here("train.py", "mine.toml", *words, *FLAGS, cwd=here, changes=[OVER])
     assert output.count("plan for") == bool(planned)
     assert not planned or f"plan for {planned:g} min: " in output
     plan = output.partition("data:")[0]
@@ -487,8 +484,8 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned(trained, tmp_pat
     (tmp_path / "data/quickstart").symlink_to(trained / "data/mine")
     rate = "    muon_lr: Planned[float] = "
     changes = [OVER, (f"{rate}None", f"{rate}0.0006")]
-    done = run_here("train.py", *NARROW, "--curves=False", cwd=tmp_path, changes=changes)
-    plan = done.stdout.decode().partition("data:")[0]
+    output = output_here("train.py", *NARROW, "--curves=False", cwd=tmp_path, changes=changes)
+    plan = output.partition("data:")[0]
     assert "plan for 0.002 min: block_size" in plan and "muon_lr" not in plan
     config = tomllib.loads((tmp_path / "out/quickstart/config.toml").read_text())
     assert config["muon_lr"] == 0.0006
@@ -496,11 +493,11 @@ def test_an_edited_default_stays_and_the_quick_start_is_planned(trained, tmp_pat
 
 def test_the_last_evaluation_of_a_plan_covers_the_whole_split(here):
     flags = [*FLAGS, *NARROW, "--minutes=0.002", "--batch_size=64"]
-    process = run_here("train.py", *flags, cwd=here)
+    output = output_here("train.py", *flags, cwd=here)
     entry = read_log(here / "out/mine")[-1]
     n = json.loads((here / "data/mine/meta.json").read_text())["val"]["tokens"]
     assert entry["val_tokens"] == n - 1
-    assert entry["comparable_loss"] != entry["val_loss"] and b"(best)" in process.stdout
+    assert entry["comparable_loss"] != entry["val_loss"] and "(best)" in output
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from gptling.sources import name_after
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
-from tests.conftest import ROOT, TEXT, one_line, output_of, peak_memory, run_here
+from tests.scripts import ROOT, TEXT, one_line, output_of, peak_memory, run_here
 
 DOCUMENTS = [f"document {i}, été 你好 🙂\n" + "as in others\n" * (i % 7 * 10) for i in range(60)]
 

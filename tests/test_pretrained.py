@@ -18,7 +18,8 @@ from gptling.pretrained import build_model, find_checkpoint, load_model
 from gptling.settings import adopt_sizes, stored_sizes
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
-from tests.conftest import ROOT, TINY, output_of, read_log, small
+from tests.conftest import edit_json, randomised, read_log, small
+from tests.scripts import MINE, ROOT, output_of
 from train import TrainConfig
 
 transformers = pytest.importorskip(
@@ -34,14 +35,6 @@ TOKENIZER = tokenizer_to_json(
 IDX = torch.randint(28, (3, 16), generator=torch.Generator().manual_seed(1))
 
 
-def randomised(model):
-    """In eval mode, with weights that are large enough for a change to show."""
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
 def random_model(bias=True, model_class=GPT, **sizes):
     sizes = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32} | sizes
     return randomised(model_class(model_class.config_class(vocab_size=28, bias=bias, **sizes)))
@@ -54,13 +47,12 @@ def assert_close(model, other):
 
 def edit(directory, changes):
     """Change config.json, or tensors, which have a dot in their names: None drops one."""
-    config = json.loads((directory / "config.json").read_text())
-    config |= {name: value for name, value in changes.items() if "." not in name}
-    (directory / "config.json").write_text(json.dumps(config))
     tensors = load_file(directory / "model.safetensors")
     tensors |= {name: tensor for name, tensor in changes.items() if "." in name}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, directory / "model.safetensors")
+    changes = {name: value for name, value in changes.items() if "." not in name}
+    edit_json(directory / "config.json", **changes)
 
 
 # ---------------------------------------------------------------------------- with transformers
@@ -85,10 +77,8 @@ def test_we_read_a_directory_of_transformers(tmp_path, dtype, base_only):
     config = transformers.GPT2Config(vocab_size=28, n_positions=16, n_embd=32, n_layer=2, n_head=2)
     other = randomised(transformers.GPT2LMHeadModel(config)).to(dtype)
     (other.transformer if base_only else other).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
     if base_only:
-        del config["model_type"]  # old ones have none
-    (tmp_path / "config.json").write_text(json.dumps(config))
+        edit_json(tmp_path / "config.json", model_type=None)  # old ones have none
     assert_close(load_model(GPT, tmp_path), other.float())
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     with pytest.raises(UserError, match=r"model\.safetensors"):
@@ -140,7 +130,7 @@ def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(t
 # ---------------------------------------------------------------------------- names
 
 
-def test_a_gpt2_of_the_hub_is_downloaded_or_where_you_put_it(tmp_path, monkeypatch):
+def test_a_gpt2_of_the_hub_alone_is_downloaded_or_where_you_put_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="gpt2-medium: Cannot find"):
@@ -150,10 +140,6 @@ def test_a_gpt2_of_the_hub_is_downloaded_or_where_you_put_it(tmp_path, monkeypat
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **more: f"{more}/{name}")
     for n in ("gpt2", "openai-community/gpt2-xl", "distilbert/distilgpt2"):
         assert all(s in str(find_checkpoint(n)) for s in (n, "config.", "model.", "tokenizer."))
-
-
-def test_no_other_name_is_looked_up_on_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: pytest.fail(name))
     for name in ("llama", "someone/gpt2", "gpt2-xxl", "out/gpt2"):
         with pytest.raises(UserError, match=f"{name}: no checkpoint there"):
@@ -340,7 +326,7 @@ def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(trained, tmp_path)
     """A change of initialisation, batches, schedule or optimizer shows here; if it is meant, the
     figures are made anew. Float32 and one thread, so that processors differ little."""
     shutil.copytree(trained / "data", tmp_path / "data")
-    flags = ["--dataset=mine", *TINY, "--max_iters=50", "--log_interval=10", "--eval_interval=50"]
+    flags = [*MINE, "--max_iters=50", "--log_interval=10", "--eval_interval=50"]
     flags += ["--warmup_iters=5", "--muon_lr=0.045"]
     expected = json.loads((ROOT / "tests" / "curves.json").read_text())
     for optimizer in ("adamw", "muon"):

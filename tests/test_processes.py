@@ -14,16 +14,8 @@ import torch
 
 from gptling.processes import Processes
 from gptling.run import list_checkpoints, load_training_state
-from tests.conftest import (
-    FORKS,
-    ROOT,
-    TINY,
-    output_of,
-    peak_memory,
-    read_log,
-    run_in_child,
-    weights,
-)
+from tests.conftest import read_log, weights
+from tests.scripts import FORKS, ROOT, TINY, output_of, peak_memory, run_in_child
 
 FLAGS = ["--dataset=mine", *TINY, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
 TORCHRUN = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]

@@ -18,7 +18,8 @@ from gptling.cli import load_config
 from gptling.compare import CompareConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tests.conftest import ROOT, TEXT, output_of, read_log
+from tests.conftest import read_log
+from tests.scripts import ROOT, TEXT, output_of
 from train import TrainConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]

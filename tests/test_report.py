@@ -18,7 +18,8 @@ from gptling.schedule import most_steps
 from gptling.state import Progress
 from gptling.tokenizers import load_tokenizer
 from model import GPT, GPTConfig
-from tests.conftest import TINY, one_process, output_of, read_log, run_here, small
+from tests.conftest import one_process, read_log, small
+from tests.scripts import TINY, output_of, run_here
 
 ADAMW = [SimpleNamespace(param_groups=[{"lr": 1e-3}])]
 MODEL = GPT(GPTConfig(8, 11, 1, 2, 4))

@@ -17,7 +17,7 @@ from gptling.gpt2_format import save
 from gptling.tokenizers import ANY_CHARACTER, build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from sample import SampleConfig, make_samples
-from tests.conftest import output_of, run_here, run_script
+from tests.scripts import output_of, run_here, run_script
 from tests.test_explain import random_model
 
 

@@ -4,13 +4,13 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
 from gptling import subwords
 from gptling.files import UserError
 from gptling.subwords import find_words, split_word, vary_tokens
 from gptling.tokenizers import build_tokenizer
-from tests.conftest import TINY, one_line, output_of, read_log, run_here, weights
+from tests.conftest import assert_equal, read_log, weights
+from tests.scripts import TINY, one_line, output_of, run_here
 
 WORDS = "the cat sat on the mat, and 12 other cats résumed 你好 the catalogue. "
 TEXT = "\n".join(WORDS + f"{n} bottles hang there" for n in range(300))
@@ -69,15 +69,13 @@ def test_a_run_with_other_tokens_resumes_bit_for_bit(tmp_path):
     flags += ["--bpe_dropout=0.1"]
     for name, more in (("one", []), ("two", ["--keep_last=9"])):
         output_of("train.py", *flags, f"--out_dir=out/{name}", *more, cwd=tmp_path)
-    for path in (tmp_path / "out/two").glob("checkpoint-6"):
-        path.rename(tmp_path / "moved")
+    (tmp_path / "out/two/checkpoint-6").rename(tmp_path / "moved")
     output_of("train.py", "--out_dir=out/two", "--resume", cwd=tmp_path)
-    one, two = (weights(tmp_path / "out" / name, 6) for name in ("one", "two"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_equal(weights(tmp_path / "out/one", 6), weights(tmp_path / "out/two", 6))
     usual = ["--bpe_dropout=0", "--max_iters=1", "--out_dir=out/usual"]
     output_of("train.py", *flags, *usual, cwd=tmp_path)
-    logs = [read_log(tmp_path / "out" / name) for name in ("one", "usual")]
-    assert logs[0][0]["loss"] != logs[1][0]["loss"]
-    assert logs[0][-1]["val_tokens"] == logs[1][-1]["val_tokens"]
+    varied, usual = (read_log(tmp_path / "out" / name) for name in ("one", "usual"))
+    assert varied[0]["loss"] != usual[0]["loss"]
+    assert varied[-1]["val_tokens"] == usual[-1]["val_tokens"]
     process = run_here("train.py", *flags, "--dataset=char", "--out_dir=out/char", cwd=tmp_path)
     one_line(process, "--bpe_dropout=0.1", "the tokenizer is not a BPE", "give --bpe_dropout=0")

@@ -3,7 +3,6 @@
 import re
 import shutil
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,25 +13,15 @@ from gptling.clock import next_model
 from gptling.evaluation import ROWS_AT_ONCE
 from gptling.pretrained import find_checkpoint
 from gptling.run import RunDirectory, list_models, load_training_state, read_metrics
-from gptling.state import Progress, State
+from gptling.state import Progress
 from gptling.teachers import can_teach, with_teachers
 from model import GPT, GPTConfig
-from tests.conftest import (
-    TINY,
-    one_line,
-    one_process,
-    output_of,
-    read_log,
-    run_here,
-    run_script,
-    small,
-    weights,
-)
+from tests.conftest import one_process, randomised, read_log, small, weights
 from tests.edits import copy_edited
-from tests.test_resume import after_step, assert_equal_runs
-from train import configure_optimizers
+from tests.scripts import MINE, TINY, one_line, output_of, run_here, run_script
+from tests.test_resume import after_step, assert_equal_runs, saver
 
-FLAGS = [*TINY, "--dataset=mine", "--dropout=0.2", "--seed=5"]
+FLAGS = [*MINE, "--dropout=0.2", "--seed=5"]
 train = partial(run_here, "train.py")
 
 
@@ -48,15 +37,9 @@ class Capped(GPT):
 def test_the_objective_mixes_the_text_and_the_mean_probabilities_of_the_teachers(model_class):
     """As the formula says in float64, for more rows than are in memory together, without targets
     that do not count, and through an edit of GPT.logits and GPT.losses."""
-    torch.manual_seed(0)
     shapes = [(2, 16), (1, 32), (1, 16)]
-    models = [
-        model_class(GPTConfig(block_size=32, vocab_size=50, n_layer=n, n_head=2, n_embd=C))
-        for n, C in shapes
-    ]
-    for p in (p for model in models for p in model.parameters()):
-        torch.nn.init.normal_(p, std=0.3)
-    model, *teachers = (model.double() for model in models)
+    configs = [GPTConfig(32, vocab_size=50, n_layer=n, n_head=2, n_embd=C) for n, C in shapes]
+    model, *teachers = (randomised(model_class(config)).double() for config in configs)
     B = ROWS_AT_ONCE // 32 + 3
     idx, targets = torch.randint(50, (2, B, 32))
     targets[targets % 3 == 0] = -100
@@ -94,9 +77,8 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit_and_validates_on_the_text_alon
     assert any(entry.get("teacher") for entry in entries)
 
     assert train(*FLAGS, "--out_dir=out/plain", cwd=finished).returncode == 0
-    assert not weights(finished / "out/plain")["wte.weight"].equal(
-        weights(finished / "out/whole")["wte.weight"]
-    )
+    plain, taught = (weights(finished / "out" / name)["wte.weight"] for name in ("plain", "whole"))
+    assert not torch.equal(plain, taught)
     best = next(finished.glob("out/mine/checkpoint-20"))
     shutil.copy(finished / "out/plain/checkpoint-20/model.safetensors", best)
     process = train("--resume", "--max_iters=25", "--out_dir=out/parts", cwd=finished)
@@ -155,13 +137,10 @@ def test_time_that_one_model_cannot_use_is_for_another(minutes, seconds, before,
 def test_the_best_of_a_model_is_kept_as_a_teacher_that_has_ended(evaluated, kept, tmp_path):
     """Also if a kill comes before the next model's first checkpoint. The last one is kept if the
     run was stopped in its evaluation."""
-    model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(tmp_path, one_process())
-    data = SimpleNamespace(tokenizer_json=None, fingerprint="", offset=0)
-    state = State(small(), model, configure_optimizers(model, small()), {})
+    save = saver(tmp_path)
     for step, metrics in ((5, {"val_loss": 1.0}), (10, {"val_loss": 2.0} if evaluated else {})):
-        state.progress.step = step
-        run.save(state, data, {"step": step} | metrics)
-    run.keep_teacher()
+        save({"step": step} | metrics)
+    RunDirectory(tmp_path, one_process()).keep_teacher()
     (teacher,) = list_models(tmp_path)
     assert teacher.name == "teacher-1" and read_metrics(teacher)["step"] == kept
     assert load_training_state(teacher)["progress"]["step"] == 10
