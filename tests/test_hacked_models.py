@@ -27,9 +27,9 @@ from gptling.run import load_training_state
 from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests import try_model
-from tests.conftest import read_log, small
+from tests.conftest import assert_equal, read_log, small, weights
 from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited, edited_module
-from tests.scripts import ROOT, TEXT, TINY, run_here
+from tests.scripts import MINE, ROOT, TEXT, TINY, run_here
 from tests.test_devices import cross_entropy
 from tests.test_explain import attention_of
 from tests.try_model import generate, padded
@@ -309,9 +309,8 @@ def test_a_checkpoint_is_stored_as_what_it_is(name, tmp_path):
     reason = save(model, ours)
     again = load(type(model), ours)
     assert again.config == model.config
-    torch.testing.assert_close(again(idx)[0], model(idx)[0], rtol=0, atol=0)
-    weights, same = model.state_dict(), again.state_dict()
-    assert weights.keys() == same.keys() and all(torch.equal(weights[k], same[k]) for k in same)
+    assert_equal(again(idx)[0], model(idx)[0])
+    assert_equal(again.state_dict(), model.state_dict())
     save(random_model(sys.modules["model"]), unchanged)
     stored = json.loads((ours / "config.json").read_text())
     if hack.gpt2:
@@ -368,8 +367,17 @@ def run(trained, tmp_path, monkeypatch):
     return run
 
 
-TRAIN = ["--dataset=mine", *TINY, "--max_iters=6", "--eval_interval=4", "--log_interval=1"]
+TRAIN = [*MINE, "--max_iters=6", "--eval_interval=4", "--log_interval=1"]
 RESUME = ["--out_dir=out/mine", "--resume"]
+
+
+def resumed_and_not(run, changes, tmp_path, *flags):
+    """The outputs and last checkpoints of a run, and of one that is resumed after step 4."""
+    said = run(changes, "train", *TRAIN, *flags)
+    out = tmp_path / "out"
+    shutil.copytree(out / "mine/checkpoint-4", out / "again/checkpoint-4")
+    outputs = said, run(changes, "train", "--out_dir=out/again", "--resume")
+    return outputs, [out / name / "checkpoint-6" for name in ("mine", "again")]
 
 
 RUNS = [name for name in HACKS if "erf" not in name]  # which is too near after 6 steps
@@ -378,19 +386,14 @@ RUNS = [name for name in HACKS if "erf" not in name]  # which is too near after 
 @pytest.mark.parametrize("name", some(RUNS, ("gate", "z-loss")))
 def test_a_run_resumes_bit_for_bit_and_samples(name, run, tmp_path):
     hack = HACKS[name]
-    flags = [*TRAIN, *(f"--{field}={value}" for field, value in hack.sizes.items())]
+    flags = [f"--{field}={value}" for field, value in hack.sizes.items()]
     flags += ["--optimizer=lion"] * (name == "lion")
-    said = run(hack.changes, "train", *flags)
+    (said, _), (whole, again) = resumed_and_not(run, hack.changes, tmp_path, *flags)
     assert said.count("gptling") == (not hack.gpt2)  # why its checkpoints are not GPT-2s
     assert ("init_weights: h.0.gate, h.1.gate\n" in said) == (name == "gate")
-    out = tmp_path / "out"
-    shutil.copytree(out / "mine" / "checkpoint-4", out / "again" / "checkpoint-4")
-    run(hack.changes, "train", "--out_dir=out/again", "--resume")
     for file in ("config.json", "model.safetensors"):
-        paths = [out / name / "checkpoint-6" / file for name in ("mine", "again")]
-        assert paths[0].read_bytes() == paths[1].read_bytes(), file
-    stored = json.loads((out / "mine" / "checkpoint-6" / "config.json").read_text())
-    assert stored.items() >= hack.sizes.items()
+        assert (whole / file).read_bytes() == (again / file).read_bytes(), file
+    assert json.loads((whole / "config.json").read_text()).items() >= hack.sizes.items()
 
     sample = ["out/mine", "--prompt=12 gr", "--max_new_tokens=30"]
     text = run(hack.changes, "sample", *sample)
@@ -441,28 +444,17 @@ SET_UP = "    processes.catch_signals()\n"
 DONE = "        progress.step = done\n"
 
 
-def resumed_and_not(run, changes, tmp_path, step: int, *flags) -> list[bytes]:
-    """The weights after 6 steps of a run that is resumed after `step`, and of one that is not."""
-    said = run(changes, "train", *TRAIN, "--keep_last=9", *flags)
-    out = tmp_path / "out"
-    checkpoint = f"checkpoint-{step}"
-    shutil.copytree(out / "mine" / checkpoint, out / "again" / checkpoint)
-    said += run(changes, "train", "--out_dir=out/again", "--resume")
-    runs = [out / name / "checkpoint-6" for name in ("mine", "again")]
-    return said, [(path / "model.safetensors").read_bytes() for path in runs]
-
-
 def test_a_setting_that_the_schedule_changed_is_restored(run, tmp_path):
     """A flag that is given wins."""
     decayed = (LOOP, "        for optimizer in optimizers:\n"
         "            for group in optimizer.param_groups:\n"
         "                group[\"weight_decay\"] *= 0.5\n" + LOOP)  # fmt: skip
-    _, (whole, again) = resumed_and_not(run, (decayed,), tmp_path, 4, "--weight_decay=0.8")
-    assert whole == again
-    shutil.rmtree(tmp_path / "out" / "again" / "checkpoint-6")
+    _, runs = resumed_and_not(run, (decayed,), tmp_path, "--weight_decay=0.8")
+    assert_equal(*map(load_file, (checkpoint / "model.safetensors" for checkpoint in runs)))
+    shutil.rmtree(runs[1])
     said = run((decayed,), "train", "--out_dir=out/again", "--resume", "--weight_decay=100")
     assert "weight_decay: 0.8 -> 100.0" in said
-    state = load_training_state(tmp_path / "out" / "again" / "checkpoint-6")
+    state = load_training_state(runs[1])
     assert state["settings"][0][1][0]["weight_decay"] == 25
 
 
@@ -511,14 +503,11 @@ def test_a_new_parameter_that_leaves_the_logits_as_they_are_needs_no_flag(run, t
     said = run((*GATE, frozen), "train", *RESUME, "--max_iters=8")
     assert "in only one: h.*.gate; logits: same\n" in said
     run(GATE, "train", *TRAIN, "--init_from=out/mine/checkpoint-6", "--out_dir=out/new")
-    old, *new = [
-        load_file(tmp_path / "out" / checkpoint / "model.safetensors")
-        for checkpoint in ("mine/checkpoint-6", "mine/checkpoint-8", "new/checkpoint-6")
-    ]
+    runs = ((tmp_path / "out/mine", 6), (tmp_path / "out/mine", 8), (tmp_path / "out/new", 6))
+    old, *new = (weights(*run) for run in runs)
     for tensors in new:
         assert 0 < (tensors["h.0.gate"] - 1).abs() < 0.5
-    names = old.keys() & new[0].keys()
-    assert names and all(torch.equal(old[name], new[0][name]) for name in names)
+    assert_equal({name: new[0][name] for name in old}, old)
     assert new[0]["h.1.gate"] == 1
 
 
@@ -547,14 +536,12 @@ LOGGED["A value that changes in training, and a number in the log"] = "smooth"
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != TOKENIZER])
 def test_a_recipe_has_an_effect_and_resumes_bit_for_bit(name, run, tmp_path):
     changes = [(old, new) for _, old, new in RECIPES[name]]
-    said, (whole, again) = resumed_and_not(run, changes, tmp_path, 4)
-    assert "warning" not in said and whole == again
-    out = tmp_path / "out"
-    states = [load_training_state(out / run / "checkpoint-6") for run in ("mine", "again")]
-    torch.testing.assert_close(*(state["stateful"] for state in states), rtol=0, atol=0)
-    files = [out / run / "checkpoint-6/metrics.json" for run in ("mine", "again")]
-    metrics = [json.loads(file.read_text()) for file in files]
-    assert metrics[0] == metrics[1]
+    said, runs = resumed_and_not(run, changes, tmp_path)
+    out, states = tmp_path / "out", [load_training_state(checkpoint) for checkpoint in runs]
+    assert "warning" not in "".join(said)
+    assert_equal(*(state["stateful"] for state in states))
+    for file in ("model.safetensors", "metrics.json"):
+        assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes(), file
     if name == "An average of the weights":
         assert states[0]["stateful"]["average"]["n_averaged"] == 6
         entries = [entry for entry in read_log(out / "mine") if "average_loss" in entry]
@@ -563,7 +550,8 @@ def test_a_recipe_has_an_effect_and_resumes_bit_for_bit(name, run, tmp_path):
         assert sum(LOGGED[name] in entry for entry in read_log(out / "mine")) in (2, 6)
     else:
         run((), "train", *TRAIN, "--out_dir=out/plain")
-        assert whole != (out / "plain/checkpoint-6/model.safetensors").read_bytes()
+        plain = (out / "plain/checkpoint-6/model.safetensors").read_bytes()
+        assert plain != (runs[0] / "model.safetensors").read_bytes()
     if (out / "mine/average").exists():
         run((), "sample", "out/mine/average", "--max_new_tokens=3")
 
