@@ -95,36 +95,26 @@ def exercises(path=PAGE):
     return module
 
 
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory):
+@pytest.fixture
+def answered(tmp_path):
     """A copy of the file beside model.py, in which each `...` is replaced by an answer."""
-    directory = tmp_path_factory.mktemp("answered")
-    shutil.copy(ROOT / "model.py", directory)
+    shutil.copy(ROOT / "model.py", tmp_path)
     text = PAGE.read_text(encoding="utf-8")
     for answer in ANSWERS:
         body = inspect.getsource(answer).partition("\n")[2]
         unwritten = rf'(?s)(def {answer.__name__}\(.*?""".*?"""\n)    \.\.\.\n'
         text, n = re.subn(unwritten, lambda match, body=body: match[1] + body, text, count=1)
         assert n == 1
-    (directory / "mine.py").write_text(text, encoding="utf-8")
-    return directory / "mine.py"
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    return tmp_path / "mine.py"
 
 
-def lines(verdict):
-    return "".join(f"{answer.__name__}: {verdict}\n" for answer in ANSWERS)
-
-
-def test_an_unwritten_file_is_to_do_from_any_directory(tmp_path):
-    done = run_script(PAGE, cwd=tmp_path)
-    assert (done.stdout.decode(), done.stderr, done.returncode) == (lines("to do"), b"", 0)
-
-
-def test_right_answers_are_right_also_in_a_copy(answered):
-    done = run_script(answered, cwd=answered.parent)
-    assert (done.stdout.decode(), done.stderr) == (lines("right"), b"")
-
-
-def test_examples_are_what_right_answers_give(answered):
+def test_an_unwritten_file_is_to_do_and_right_answers_in_a_copy_are_right(answered, tmp_path):
+    """The examples of the file are what these answers give."""
+    for script, cwd, verdict in ((PAGE, tmp_path.parent, "to do"), (answered, tmp_path, "right")):
+        done = run_script(script, cwd=cwd)
+        lines = "".join(f"{answer.__name__}: {verdict}\n" for answer in ANSWERS)
+        assert (done.stdout.decode(), done.stderr, done.returncode) == (lines, b"", 0)
     failed, n = doctest.testmod(exercises(answered))
     assert (failed, n) == (0, 13)
 

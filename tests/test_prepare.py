@@ -272,17 +272,13 @@ def server(monkeypatch):
         server.shutdown()
 
 
-def test_a_text_is_downloaded_once_and_read_by_its_ending(here, server):
-    path = "/b/a.Txt.GZ?download=1&from=c/d.e"
-    data = prepare(PrepareConfig((f"{server.url}{path}#top",)))
-    assert data == Path("data/a") and server.paths == [path]
-    assert text_of(data) == TEXT + path
+def test_texts_with_one_name_are_downloaded_once_each_and_read_by_their_ending(here, server):
+    paths = ["/b/a.Txt.GZ?download=1&from=c/d.e", "/c/a.txt"]
+    data = prepare(PrepareConfig((f"{server.url}{paths[0]}#top", f"{server.url}{paths[1]}")))
+    assert data == Path("data/a") and server.paths == paths
+    assert paths[0] in text_of(data) and paths[1] in text_of(data)
+    assert meta_of(data)["bytes"] == len(TEXT.join(["", *paths]))
     assert [*here.iterdir(), *(here / "data").iterdir()] == [here / "data", here / data]
-
-
-def test_urls_with_the_same_ending_are_different_texts(here, server):
-    data = prepare(PrepareConfig((f"{server.url}/en/a.txt", f"{server.url}/fr/a.txt")))
-    assert "/en/a" in text_of(data) and "/fr/a" in text_of(data)
 
 
 def test_shakespeare_is_downloaded(here, server, monkeypatch):

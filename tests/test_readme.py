@@ -25,6 +25,8 @@ from train import TrainConfig
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 SCRIPTS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
 SCRIPTS["gptling.compare"] = CompareConfig
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
 def blocks(page, language):
@@ -70,17 +72,15 @@ def test_commands_have_flags_presets_and_patches_that_exist(page, words, monkeyp
 
 
 def test_what_commands_install_and_run_is_there():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for page, words in SHELL:
         for extras in re.findall(r"^\.\[(.*)\]$", " ".join(words[-1:])):
-            assert set(extras.split(",")) <= project["optional-dependencies"].keys(), page
+            assert set(extras.split(",")) <= EXTRAS.keys(), page
         if words[:1] == ["python"] and words[1].endswith(".py"):
             assert (ROOT / words[1]).is_file(), f"{page}: {words[1]}"
 
 
 def test_every_package_that_is_imported_is_declared():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = sum(project["optional-dependencies"].values(), project["dependencies"])
+    declared = sum(EXTRAS.values(), PROJECT["dependencies"])
     names = {re.match(r"[\w-]+", line)[0] for line in declared}
     known = names | sys.stdlib_module_names | {"gptling", "model", "prepare", "train", "sample"}
     for file in [*ROOT.glob("*.py"), *ROOT.glob("gptling/*.py")]:
@@ -105,9 +105,8 @@ def test_the_blocks_of_the_readme_run_in_their_order_in_one_folder(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "my.txt").write_text(f"Once upon a time\n{TEXT}", encoding="utf-8")
     (tmp_path / "shakespeare").mkdir()
-    (tmp_path / "shakespeare/input.txt").write_text(
-        f"ROMEO:\nWherefore? Why? Up!\n{TEXT}", encoding="utf-8"
-    )
+    play = f"ROMEO:\nWherefore? Why? Up!\n{TEXT}"
+    (tmp_path / "shakespeare/input.txt").write_text(play, encoding="utf-8")
     author = "-c user.name=Reader -c user.email=reader@example.com"
     for words in ("init -q", "add .", f"{author} commit -qm README"):
         subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)

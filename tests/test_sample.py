@@ -17,7 +17,7 @@ from gptling.gpt2_format import save
 from gptling.tokenizers import ANY_CHARACTER, build_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from sample import SampleConfig, make_samples
-from tests.scripts import output_of, run_here, run_script
+from tests.scripts import output_here, output_of, run_here, run_script
 from tests.test_explain import random_model
 
 
@@ -29,15 +29,14 @@ def test_text_begins_with_the_prompt_and_standard_output_has_nothing_else(traine
     assert text.startswith("12 green bottles") and len(text) == 16 + 30 + 1
     speed = r"30 tokens in \d+\.\d s \([\d,]+ tokens/s\)"
     assert re.fullmatch(rf"out/mine/checkpoint-20: .* parameters; .*\n\n\n{speed}\n", said), said
-    from_input = output_of("sample.py", "out/mine", "--prompt", "-", "--max_new_tokens=30",
-                           cwd=trained, stdin="12 green bottles\n")  # fmt: skip
-    assert from_input == text
+    arguments[2] = "-"
+    assert output_of("sample.py", *arguments, cwd=trained, stdin="12 green bottles\n") == text
 
 
 def test_backslash_n_is_a_newline_in_flags_and_nowhere_else(trained):
     common = ["--max_new_tokens=0", "--prompt"]
-    process = run_here("sample.py", "out/mine", *common, r"wall,\n1", cwd=trained)
-    assert process.stdout.decode() == "wall,\n1\n"
+    text = output_here("sample.py", "out/mine", *common, r"wall,\n1", cwd=trained)
+    assert text == "wall,\n1\n"
     process = run_here("sample.py", "out/mine", *common, "-", cwd=trained, stdin=r"wall,\n1")
     assert r"has no '\\'" in process.stderr.decode()
 
@@ -86,9 +85,8 @@ def test_special_tokens_in_a_prompt_are_those_of_transformers(tmp_path):
     """Another than end-of-text too, also next to each other and in part."""
     ranks = {bytes([i]): i for i in range(256)}
     special = {"<|endoftext|>": 256, "<|user|>": 257}
-    tokenizer = tiktoken.Encoding(
-        "bytes", pat_str=ANY_CHARACTER, mergeable_ranks=ranks, special_tokens=special
-    )
+    kinds = {"mergeable_ranks": ranks, "special_tokens": special}
+    tokenizer = tiktoken.Encoding("bytes", pat_str=ANY_CHARACTER, **kinds)
     text = "<|user|>é<|endoftext|><|endoftext|>\n<|user|> <|use<|user|><|endoftext"
     samples = make_samples(tokenizer, [text], SampleConfig())
     assert samples[0].ids == Tokenizer.from_str(tokenizer_to_json(tokenizer)).encode(text).ids
@@ -120,19 +118,18 @@ def test_interactive_mode_completes_one_prompt_after_another(trained):
     arguments = ["out/mine", "--max_new_tokens=40", "--num_samples=2"]
     process = run_script("sample.py", *arguments, "--interactive", cwd=trained, stdin=stdin)
     assert process.returncode == 0 and "'ü'" in process.stderr.decode()
-    texts = [
-        output_of("sample.py", *arguments, "--prompt= 12 green", f"--seed={seed}", cwd=trained)
-        for seed in (1337, 1341)
-    ]
-    assert process.stdout.decode() == "".join(texts) and texts[0] != texts[1]
+    arguments += ["--prompt= 12 green"]
+    first = output_of("sample.py", *arguments, cwd=trained)
+    other = output_of("sample.py", *arguments, "--seed=1341", cwd=trained)
+    assert process.stdout.decode() == first + other and first != other
 
 
 def test_ctrl_c_ends_a_text_and_not_the_conversation(trained, monkeypatch):
     generate = mock.Mock(side_effect=[KeyboardInterrupt, iter(())])
     monkeypatch.setattr(GPT, "generate", generate)
-    stdin = "12 green\n7 green\n\n"
-    process = run_here("sample.py", "out/mine", "--interactive", cwd=trained, stdin=stdin)
-    assert process.stdout.decode() == "12 green\n7 green\n" and process.returncode == 0
+    arguments = ["out/mine", "--interactive"]
+    text = output_here("sample.py", *arguments, cwd=trained, stdin="12 green\n7 green\n\n")
+    assert text == "12 green\n7 green\n"
 
 
 def test_a_long_prompt_is_cut_with_a_notice(trained):
@@ -202,21 +199,6 @@ def draw(model, idx, n, **options):
     return torch.cat(list(model.generate(idx, n, **options)))
 
 
-@torch.inference_mode()
-def check_speed_up(model, padded=False):
-    """speed_up changes no logits but for rounding, of one row or of a padded batch, and the model
-    itself not at all."""
-    idx = torch.randint(97, (2 if padded else 1, 12))
-    mask = torch.arange(12) >= torch.tensor([[0], [3]]) if padded else None
-    expected = steps(model, idx, mask)
-    fast = speed_up(model, rows=len(idx))
-    assert fast is not model, "it has been compared, and is the fast one"
-    tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 0.05
-    atol = tolerance * expected.abs().max().item()
-    torch.testing.assert_close(steps(fast, idx, mask), expected, rtol=0, atol=atol)
-    assert torch.equal(steps(model, idx, mask), expected)
-
-
 @pytest.mark.parametrize(
     "sizes, dtype, padded",
     [
@@ -226,8 +208,17 @@ def check_speed_up(model, padded=False):
     ],
 )
 def test_speed_changes_no_logits_but_for_rounding(sizes, dtype, padded):
-    """In oneDNN's layouts where the model is wide, and with keys in float32."""
-    check_speed_up(random_model(**sizes).to(dtype), padded)
+    """Of one row or of a padded batch, in oneDNN's layouts where the model is wide, with keys in
+    float32. The model itself does not change at all."""
+    model, idx = random_model(**sizes).to(dtype), torch.randint(97, (2 if padded else 1, 12))
+    mask = torch.arange(12) >= torch.tensor([[0], [3]]) if padded else None
+    with torch.inference_mode():
+        expected = steps(model, idx, mask)
+        fast = speed_up(model, rows=len(idx))
+        assert fast is not model, "it has been compared, and is the fast one"
+        atol = (1e-4 if dtype == torch.float32 else 0.05) * expected.abs().max().item()
+        torch.testing.assert_close(steps(fast, idx, mask), expected, rtol=0, atol=atol)
+        assert torch.equal(steps(model, idx, mask), expected)
 
 
 def test_a_faster_step_that_computes_something_else_is_left_out(monkeypatch, capsys):
@@ -264,15 +255,10 @@ class GraphOnACPU(GraphedStep):
         self.replays = getattr(self, "replays", 0) + 1
 
 
-def graphed():
-    fast = random_model()
-    fast.next_logits = GraphOnACPU(fast.next_logits, compile=False)
-    return fast
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_graph_of_a_step_changes_no_text(padded):
-    fast, idx = graphed(), torch.randint(97, (3, 8))
+    fast, idx = random_model(), torch.randint(97, (3, 8))
+    fast.next_logits = GraphOnACPU(fast.next_logits, compile=False)
     mask = torch.arange(8) >= torch.tensor([[0], [3], [7]]) if padded else None
     expected = draw(random_model(), idx, 100, padding_mask=mask)  # past the window
     for _ in range(2):
