@@ -34,6 +34,8 @@ FILES = {
     "typo.toml": b"n_leyer = 3",
     "no_model/README.md": b"",
     "hub/config.json": b"{}",
+    "logged/log.jsonl": b'{"loss": 1.5}\n',
+    "titled/config.toml": b"title = 1\n",
     "file": b"a file, no folder",
 }
 
@@ -96,18 +98,19 @@ MISTAKES = [
     ("train.py --out_dir=new --dataset=mine --minutes=-5", "--minutes=-5", 2),
     ("train.py NEW --dataset=mine --device=cuda", "cuda"),
     ("train.py NEW --dataset=mine --init_from=nix", "nix", "no checkpoint"),
-    (
-        "train.py NEW --dataset=bytes --init_from=out/mine",
-        "another tokenizer",
-        "data/bytes",
-        "--tokenizer=out/mine",
-    ),
+    ("train.py NEW --dataset=bytes --init_from=out/mine", "tokenizer than data/bytes", "=out/mine"),
     ("train.py NEW --dataset=mine --teacher=nix", "nix", "no checkpoint"),
     ("train.py NEW --dataset=bytes --teacher=out/mine", "another tokenizer", "data/bytes"),
+    ("train.py NEW --dataset=mine --teacher=out/mine --block_size=32", "=32:", "at most 16 tokens"),
+    ("train.py NEW --dataset=mine --bpe_dropout=0.1", "0.1: ", "not a BPE", "give --bpe_dropout=0"),
     ("train.py TINY --dataset=mine --overwrite --teacher=out/mine", "out/mine", "--out_dir"),
     ("train.py TINY --dataset=mine", "out/mine", "--resume", "--overwrite", "--out_dir"),
     ("train.py TINY --dataset=mine --out_dir=out/busy --overwrite", "out/busy", "another process"),
     ("train.py TINY --dataset=mine --out_dir=file/run", "file"),
+    ("train.py TINY --dataset=mine --out_dir=out", "out contains other runs", "--out_dir=out/NAME"),
+    ("train.py TINY --dataset=mine --out_dir=out --overwrite", "out contains other", "=out/NAME"),
+    ("train.py TINY --dataset=mine --out_dir=logged", "belongs to another program", "--out_dir"),
+    ("train.py TINY --dataset=mine --out_dir=titled", "belongs to another program", "--out_dir"),
     ("train.py --resume --auto_resume", "only one of", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
     ("train.py --resume --out_dir=out/mine", "its 20 steps", "--max_iters=40", "--minutes=5"),
@@ -198,7 +201,7 @@ INIT = f"{TRAIN} --init_from=out/mine"
 META = {"val": {"tokens": 7}}
 DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "config.json", {"n_head": 3}, "n_head=3"),
-    (SAMPLE, "config.json", {"model_type": "llama"}, "llama"),
+    (SAMPLE, "config.json", {"model_type": "llama"}, "'model_type': 'llama'"),
     (SAMPLE, "config.json", None, "): delete out/mine/checkpoint-20"),
     (SAMPLE, "tokenizer.json", None, "): delete out/mine/checkpoint-20"),
     (SAMPLE, "metrics.json", b'{"st', "): delete out/mine/checkpoint-20"),

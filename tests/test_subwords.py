@@ -9,8 +9,8 @@ from gptling import subwords
 from gptling.files import UserError
 from gptling.subwords import find_words, split_word, vary_tokens
 from gptling.tokenizers import build_tokenizer
-from tests.conftest import assert_equal, read_log, weights
-from tests.scripts import TINY, one_line, output_of, run_here
+from tests.conftest import MINE, assert_equal, read_log, weights
+from tests.scripts import output_of
 
 WORDS = "the cat sat on the mat, and 12 other cats résumed 你好 the catalogue. "
 TEXT = "\n".join(WORDS + f"{n} bottles hang there" for n in range(300))
@@ -60,12 +60,10 @@ def test_a_large_text_is_refused(tokenizer, monkeypatch):
 
 
 def test_a_run_with_other_tokens_resumes_bit_for_bit(tmp_path):
-    """Its validation text has the usual ones. Characters have no others."""
+    """Its validation text has the usual ones."""
     (tmp_path / "mine.txt").write_text(TEXT[:6000])
-    for kind in ("bpe", "char"):
-        words = [f"--tokenizer={kind}", f"--name={kind}", *["--vocab_size=320"] * (kind == "bpe")]
-        output_of("prepare.py", "mine.txt", *words, cwd=tmp_path)
-    flags = ["--dataset=bpe", *TINY, "--max_iters=6", "--eval_interval=3", "--log_interval=1"]
+    output_of("prepare.py", "mine.txt", "--tokenizer=bpe", "--vocab_size=320", cwd=tmp_path)
+    flags = [*MINE, "--max_iters=6", "--eval_interval=3", "--log_interval=1"]
     flags += ["--bpe_dropout=0.1"]
     for name, more in (("one", []), ("two", ["--keep_last=9"])):
         output_of("train.py", *flags, f"--out_dir=out/{name}", *more, cwd=tmp_path)
@@ -77,5 +75,3 @@ def test_a_run_with_other_tokens_resumes_bit_for_bit(tmp_path):
     varied, usual = (read_log(tmp_path / "out" / name) for name in ("one", "usual"))
     assert varied[0]["loss"] != usual[0]["loss"]
     assert varied[-1]["val_tokens"] == usual[-1]["val_tokens"]
-    process = run_here("train.py", *flags, "--dataset=char", "--out_dir=out/char", cwd=tmp_path)
-    one_line(process, "--bpe_dropout=0.1", "the tokenizer is not a BPE", "give --bpe_dropout=0")

@@ -92,8 +92,6 @@ def test_a_teacher_may_have_another_size_and_the_plan_keeps_to_its_context(finis
     process = train(*minutes, cwd=finished)
     assert process.returncode == 0 and b"block_size=16" in process.stdout
     assert b"teacher_share=0.667" in process.stdout
-    process = train(*minutes[1:], *TINY, "--block_size=32", "--out_dir=out/d", cwd=finished)
-    one_line(process, "--block_size=32", "at most 16 tokens")
 
 
 # ---------------------------------------------------------------- a run of several models
