@@ -115,10 +115,8 @@ def peak_memory(*arguments, cwd):
     process in bytes."""
     code = "import resource, subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])\n"
     code += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    output = subprocess.check_output(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    output = subprocess.check_output(command, cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return 1024 * int(output.split()[-1])
 
 

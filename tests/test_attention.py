@@ -70,9 +70,8 @@ def test_equals_torch_multihead_attention(causal, S):
     other.out_proj.weight.data, other.out_proj.bias.data = attn.c_proj.weight, attn.c_proj.bias
     y = x if context is None else context
     hidden = torch.ones(x.size(1), y.size(1), dtype=torch.bool).triu(1) if causal else None
-    expected, weights = other(
-        x, y, y, attn_mask=hidden, key_padding_mask=~mask, average_attn_weights=False
-    )
+    masks = {"attn_mask": hidden, "key_padding_mask": ~mask}
+    expected, weights = other(x, y, y, **masks, average_attn_weights=False)
     torch.testing.assert_close(attn(x, context, padding_mask=mask), expected, rtol=0, atol=1e-6)
     ours = attn.attention_weights(x, context, padding_mask=mask)
     torch.testing.assert_close(ours, weights, rtol=0, atol=1e-6)

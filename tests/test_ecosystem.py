@@ -25,9 +25,7 @@ from prepare import PrepareConfig, prepare
 from tests.scripts import ROOT, output_of, run_script
 from tests.test_mistakes import Evil
 
-transformers = pytest.importorskip(
-    "transformers", reason="pip install -e '.[test]' brings transformers"
-)
+transformers = pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 pytestmark = pytest.mark.gpt2
 TEXT = "".join(f"{n} green bottles, a café in 中国 🙂\n" for n in range(300))
 PROMPT = "12 green"

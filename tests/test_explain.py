@@ -154,19 +154,14 @@ def test_a_page_holds_what_each_layer_would_predict(changes):
             p, rank, [[label, probability, same]] = place
             best = int(row.argmax())
             assert label == visible(bytes([best])) and same == (best == token) == (rank == 1)
-            assert [probability, p] == pytest.approx(
-                [row[best].item(), row[token].item()], abs=1e-5
-            )
+            expected = [row[best].item(), row[token].item()]
+            assert [probability, p] == pytest.approx(expected, abs=1e-5)
     assert data["lens"][-1] == [[p, rank, best[:1]] for p, rank, best in data["places"]]
 
 
 NORM = "self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)"
 NO_NORM = (NORM, "pass"), ("self.ln_f(x)", "F.layer_norm(x, x.shape[-1:])")
-NO_LIST = (
-    ("self.h = nn", "self.blocks = nn"),
-    ("self.h.", "self.blocks."),
-    ("(self.h)", "(self.blocks)"),
-)
+NO_LIST = ("self.h = nn", "self.all = nn"), ("self.h.", "self.all."), ("(self.h)", "(self.all)")
 SHARPER = ("self.logits(x[:, -1:] if last_only else x)", "2 * self.logits(x)")
 AGAIN = ("enumerate(self.h)", "enumerate([*self.h, *self.h])")
 

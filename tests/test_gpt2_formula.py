@@ -8,9 +8,7 @@ from gptling.gpt2_format import gpt2_logits, save
 from model import GPT, GPTConfig
 from tests.conftest import randomised
 
-transformers = pytest.importorskip(
-    "transformers", reason="pip install -e '.[test]' brings transformers"
-)
+transformers = pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 SIZES = {"vocab_size": 28, "n_layer": 3, "n_head": 2, "n_embd": 32}
 
 
@@ -26,9 +24,7 @@ def test_the_formula_is_that_of_transformers(theirs):
     tensors, logits = theirs.transformer.state_dict(), theirs(idx).logits[:, -1]
     before = torch.get_rng_state()
     ours = gpt2_logits(tensors, config, idx)
-    assert torch.equal(torch.get_rng_state(), before), (
-        "a checkpoint would change what is drawn next"
-    )
+    assert torch.equal(torch.get_rng_state(), before), "a checkpoint changes what is drawn next"
     torch.testing.assert_close(ours, logits, rtol=0, atol=1e-5)
 
 

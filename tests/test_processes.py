@@ -183,10 +183,9 @@ def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here
     """On a changed model."""
     where = {"cwd": here, "FLOAT64": "1", "CHANGED": "1"}
     split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
-    two = [
-        torchrun("script.py", *FLAGS, *split, f"--out_dir=out/{name}", *more, **where)
-        for name, more in (("ddp", []), ("fsdp", ["--fsdp", "--recompute"]))
-    ]
+    two = [torchrun("script.py", *FLAGS, *split, "--out_dir=out/ddp", **where)]
+    sharded = ["--fsdp", "--recompute", "--out_dir=out/fsdp"]
+    two.append(torchrun("script.py", *FLAGS, *split, *sharded, **where))
     for name, more in (("one", ["--batch_size=8"]), ("accumulated", split)):
         output_of(here / "script.py", *FLAGS, *more, f"--out_dir=out/{name}", **where)
     for process in two:
@@ -244,9 +243,8 @@ def test_torchrun_that_is_stopped_saves_a_checkpoint(here):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
-    stopped = re.search(
-        r"Stopped at step (\d+), and saved.\nNext: python .* --out_dir=out/run", output
-    )
+    words = r"Stopped at step (\d+), and saved.\nNext: python .* --out_dir=out/run"
+    stopped = re.search(words, output)
     assert stopped and output.count("Stopped at step") == 1
     assert list_checkpoints(run)[-1].name == f"checkpoint-{stopped[1]}"
 

@@ -44,12 +44,8 @@ def commands(text):
             words = words[end + 1 :]
 
 
-SHELL = [
-    (page.name, words)
-    for page in PAGES
-    for block in blocks(page, "sh")
-    for words in commands(block)
-]
+BLOCKS = [(page.name, block) for page in PAGES for block in blocks(page, "sh")]
+SHELL = [(name, words) for name, block in BLOCKS for words in commands(block)]
 for script in ROOT.glob("*.py"):
     docstring = script.read_text(encoding="utf-8").split('"""')[1]
     lines = re.findall(r"^    (.*\b(?:python|torchrun) .*)$", docstring, re.MULTILINE)

@@ -25,6 +25,12 @@ ADAMW = [SimpleNamespace(param_groups=[{"lr": 1e-3}])]
 MODEL = GPT(GPTConfig(8, 11, 1, 2, 4))
 
 
+def write_metrics(out_dir, step, **metrics):
+    (out_dir / f"checkpoint-{step}").mkdir()
+    metrics = json.dumps({"step": step} | metrics)
+    (out_dir / f"checkpoint-{step}/metrics.json").write_text(metrics)
+
+
 def report_of(out_dir, model=MODEL, processes=None, step=0, data=None, **settings):
     config = small(out_dir=str(out_dir), curves=False, **settings)
     data = data or SimpleNamespace(val=torch.arange(11), tokenizer=SimpleNamespace(decode=str))
@@ -53,10 +59,9 @@ def test_a_run_prints_what_it_trains_and_its_evaluations(here):
     words = load_tokenizer(here / "data/mine").decode(val).split()
     for i, entry in enumerate(evaluations):
         label = f"step {entry['step']:>2}/20 | "
+        best = " (best)" * (losses[i] == min(losses[: i + 1]))
         line = f"{label}validation on {16000 / (n_val - 1):.2g} %: {losses[i]:.3f} nats per token"
-        line += f", {entry['bits_per_byte']:.3f} bits per byte" + " (best)" * (
-            losses[i] == min(losses[: i + 1])
-        )
+        line += f", {entry['bits_per_byte']:.3f} bits per byte{best}"
         sample = lines[lines.index(line) + 1]
         assert sample.startswith(f"{label}sample: {' '.join(words)} | ")
     assert len(losses) == 4
@@ -200,9 +205,7 @@ def test_the_last_lines_say_the_loss_and_what_is_next(
     epochs, size, losses, help, teacher, tmp_path, capsys
 ):
     for step, loss in zip((10, 1200), losses, strict=True):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        metrics = {"bits_per_byte": 1.23456, "step": step, "val_tokens": 4, "val_loss": loss}
-        (tmp_path / f"checkpoint-{step}/metrics.json").write_text(json.dumps(metrics))
+        write_metrics(tmp_path, step=step, val_loss=loss, bits_per_byte=1.23456, val_tokens=4)
     n_bytes = float(size.replace(",", "")) * 1e6
     data = SimpleNamespace(val=range(11), train_bytes=n_bytes, n_tokens=500 * 1200 / epochs)
     data.epochs = lambda config, step: epochs * step / 1200
@@ -216,10 +219,8 @@ def test_the_last_lines_say_the_loss_and_what_is_next(
     best = rf"1\.235 bits per byte over 4 of 10 tokens, saved in {tmp_path}/{best}"
     assert re.fullmatch(rf"Done in \d+ s\. Best: {best}", done)  # the seconds: see test_plan
     help = help.replace("COMMAND", f"python train.py --out_dir={tmp_path} --resume")
-    assert lines == [
-        f"The model has seen {size} MB of text {epochs:.2g} times. {help}",
-        f"Next: python sample.py {tmp_path}",
-    ]
+    seen = f"The model has seen {size} MB of text {epochs:.2g} times. {help}"
+    assert lines == [seen, f"Next: python sample.py {tmp_path}"]
     report.close(stopped=True)
     command = f"python train.py --out_dir={tmp_path} --resume"
     assert capsys.readouterr().out == f"\nStopped at step 1200, and saved.\nNext: {command}\n"
@@ -238,9 +239,6 @@ def test_a_gpu_reports_its_share_of_the_peak_and_its_peak_memory(tmp_path, monke
     report.training({"loss": 2.0}, 1.0, ADAMW, seconds_left=0)
     entry = read_log(tmp_path)[0]
     assert entry["mfu"] == pytest.approx(6 * 1e7 * entry["tokens_per_s"] / 2 / 312e12)
-    (tmp_path / "checkpoint-10").mkdir()
-    (tmp_path / "checkpoint-10/metrics.json").write_text(
-        '{"bits_per_byte": 1, "step": 9, "val_tokens": 10}'
-    )
+    write_metrics(tmp_path, step=10, bits_per_byte=1, val_tokens=10)
     report.close(stopped=False)
     assert "\nPeak memory of the GPU: 16.8 GB\n" in capsys.readouterr().out

@@ -168,15 +168,11 @@ def test_explicit_flags_override_the_run_and_are_printed(finished):
     assert [group["weight_decay"] for _, last in settings for group in last] == [0.3, 0.0, 0.3]
 
 
-@pytest.mark.parametrize(
-    "flag, value",
-    [(name, 99) for name in ("bias", "block_size", "seed", "vocab_multiple")]
-    + [("optimizer", "adamw"), ("init_from", "out/other")],
-)
-def test_a_flag_that_would_make_it_a_different_run_is_refused(flag, value):
+@pytest.mark.parametrize("flag", "bias block_size seed vocab_multiple optimizer init_from".split())
+def test_a_flag_that_would_make_it_a_different_run_is_refused(flag):
     saved = asdict(small())
-    with pytest.raises(UserError, match=f"--{flag}={value}: the run has {saved[flag]}: give"):
-        resumed_config(small(), saved, {flag: value})
+    with pytest.raises(UserError, match=f"--{flag}=other: the run has {saved[flag]}: give"):
+        resumed_config(small(), saved, {flag: "other"})
 
 
 def test_unknown_settings_are_printed_and_flags_of_one_start_are_not_kept(capsys):

@@ -269,10 +269,7 @@ def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path, key, value):
         ("pre_tokenizer", None),
         ("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": True}),
         ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": r"\d"}})),
-        (
-            "pre_tokenizer",
-            sequence(SPLIT | {"pattern": {"Regex": kinds.BPE_PATTERN}}, use_regex=True),
-        ),
+        ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": BPE._pat_str}}, use_regex=True)),
         ("model", lambda model: model | {"dropout": 0.5}),
         ("model", lambda model: model | {"merges": model["merges"][::-1]}),
         ("model", lambda model: model | {"vocab": {"a": 0}}),

@@ -18,10 +18,7 @@ from pathlib import Path
 import torch
 from report import ROOT, dtypes, in_turns, main, spread, table
 
-SIZES = {
-    "0.8 M": dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128),
-    "124 M": dict(),
-}
+SIZES = {"0.8 M": dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128), "124 M": {}}
 
 
 def gptling(case: dict, model, idx):
@@ -155,11 +152,8 @@ def small(repetitions: int):
 
 
 def batch(repetitions: int):
-    cases = {
-        "1 prompt": {"batch": 1},
-        "16 prompts": {},
-        "transformers, 16 prompts": {"who": "transformers"},
-    }
+    cases = {"1 prompt": {"batch": 1}, "16 prompts": {}}
+    cases["transformers, 16 prompts"] = {"who": "transformers"}
     title, sizes = f"124 M, {dtypes()[-1]}, prompts of 8", {"prompt": 8, "tokens": 64, "batch": 16}
     compare(title, repetitions, cases, size="124 M", dtype=dtypes()[-1], **sizes)
 
