@@ -120,15 +120,19 @@ def losses(run):
     return [[e[name] for e in log if name in e] for name in names]
 
 
-def assert_close(a, b, difference):
-    """Two results of losses() are the same but for this difference."""
-    for ours, others in zip(a, b, strict=True):
+def assert_close_losses(one, other, difference):
+    """The losses of two runs are the same but for this difference."""
+    for ours, others in zip(losses(one), losses(other), strict=True):
         assert ours == pytest.approx(others, abs=difference)
 
 
-def largest_difference(a, b):
+def assert_close_runs(one, other, difference=0.0, step=20, besides=()):
+    """Weights and losses of two runs are the same but for this difference, besides some buffers."""
+    a, b = weights(one, step), weights(other, step)
     assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+    kept = a.keys() - set(besides)
+    assert max((a[name] - b[name]).abs().max() for name in kept) <= difference, other
+    assert_close_losses(one, other, difference)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -171,8 +175,7 @@ def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here):
         one, other = (here / "out" / run for run in ("one", name))
         states = [load_training_state(run / "checkpoint-3") for run in (one, other)]
         torch.testing.assert_close(*(state["optimizers"] for state in states))
-        assert largest_difference(weights(one, step=3), weights(other, step=3)) < 1e-12, name
-        assert_close(losses(one), losses(other), 1e-12)
+        assert_close_runs(one, other, 1e-12, step=3)
     entry = read_log(here / "out/two")[0]
     tokens = entry["tokens_per_s"] * entry["ms"] / 1000  # of all processes
     assert tokens == pytest.approx(2 * 4 * 16, rel=1e-6)
@@ -190,15 +193,13 @@ def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here
         output_of(here / "script.py", *FLAGS, *more, f"--out_dir=out/{name}", **where)
     for process in two:
         assert "2 processes" in finish(process)
-    one = weights(here / "out" / "one")
-    assert all(tensor.dtype == torch.float64 for tensor in one.values())
-    assert one.pop("batches") == 20
-    for name, batches in (("accumulated", 40), ("ddp", 20), ("fsdp", 20)):  # the first process's
-        other = weights(here / "out" / name)
-        assert other.pop("batches") == batches
-        assert largest_difference(one, other) < 1e-12, name
-        assert_close(losses(here / "out" / "one"), losses(here / "out" / name), 1e-12)
-    assert len(losses(here / "out" / "one")[2]) == 20
+    one = here / "out" / "one"
+    assert all(tensor.dtype == torch.float64 for tensor in weights(one).values())
+    batches = {"one": 20, "accumulated": 40, "ddp": 20, "fsdp": 20}  # the first process's
+    for name, n in batches.items():
+        assert weights(here / "out" / name)["batches"] == n
+        assert_close_runs(one, here / "out" / name, 1e-12, besides=["batches"])
+    assert len(losses(one)[2]) == 20
 
 
 @pytest.mark.slow
@@ -214,7 +215,7 @@ def test_a_run_moves_between_fsdp_one_process_and_ddp(here):
     output_of("train.py", *flags, "--resume", "--fsdp=False", cwd=here)
     shutil.rmtree(run / "checkpoint-30")
     finish(torchrun(ROOT / "train.py", *flags, "--resume", cwd=here))
-    assert_close(losses(here / "out" / "one"), losses(run), 1e-5)
+    assert_close_losses(here / "out" / "one", run, 1e-5)
 
 
 @pytest.mark.slow
@@ -229,8 +230,7 @@ def test_three_processes_that_resume_equal_three_that_did_not_stop(here, more):
     shutil.rmtree(here / "out" / "parts" / "checkpoint-20")
     resume = ["--resume", "--out_dir=out/parts"]
     assert "from step 10" in finish(torchrun(ROOT / "train.py", *resume, cwd=here, options=three))
-    assert largest_difference(weights(here / "out/whole"), weights(here / "out/parts")) == 0
-    assert losses(here / "out" / "whole") == losses(here / "out" / "parts")
+    assert_close_runs(here / "out/whole", here / "out/parts")
 
 
 @pytest.mark.slow
@@ -266,14 +266,12 @@ def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
     output = finish(restarted)
     assert output.count("from step 10") == 1 and "max_iters" not in output
     for name in ("machines", "restarted"):
-        assert largest_difference(weights(here / "out/whole"), weights(here / f"out/{name}")) == 0
-        assert losses(here / "out/whole") == losses(here / f"out/{name}")
+        assert_close_runs(here / "out/whole", here / f"out/{name}")
     finish(two("dead", "1 12 SIGKILL"), code=1)
     assert list_checkpoints(here / "out/dead")[-1].name == "checkpoint-10"
     assert finish(two("stopped", "1 12 SIGTERM"), code=1).count("Stopped at step 13") == 1
     assert "from step 13" in finish(two("stopped", "9 9 SIGKILL"))
-    assert largest_difference(weights(here / "out/whole"), weights(here / "out/stopped")) == 0
-    assert losses(here / "out/whole") == losses(here / "out/stopped")
+    assert_close_runs(here / "out/whole", here / "out/stopped")
 
 
 @pytest.mark.slow
