@@ -52,8 +52,3 @@ def edited(*changes: str | tuple[str, str]) -> types.SimpleNamespace:
         with mock.patch.dict(sys.modules, modules):  # `from model import GPT` finds the edited one
             spec.loader.exec_module(module)
     return types.SimpleNamespace(**modules)
-
-
-def edited_module(*changes: str | tuple[str, str]) -> types.ModuleType:
-    """The module of the changed model.py."""
-    return edited(*changes).model

@@ -17,7 +17,7 @@ from gptling.pretrained import load_model
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from tests.conftest import randomised
-from tests.edits import edited_module
+from tests.edits import edited
 from tests.scripts import output_of
 
 BYTES = build_tokenizer("byte", end_of_text=False)
@@ -111,7 +111,7 @@ TWICE = KERNEL + "        y = y - 0.5 * self.attend(q.flip(-1), k, v, **options)
 @pytest.mark.parametrize("new", [FORMULA, SINK + KERNEL, ALL + KERNEL])
 def test_attention_that_cannot_be_shown_is_one_line(new):
     """Written out, of a key more, and of the future."""
-    model = random_model(model_class=edited_module((KERNEL, new)).GPT)
+    model = random_model(model_class=edited((KERNEL, new)).model.GPT)
     with pytest.raises(UserError, match="all 12 tokens"):
         explain(model, BYTES, list(range(65, 77)), 1)
 
@@ -119,7 +119,7 @@ def test_attention_that_cannot_be_shown_is_one_line(new):
 @pytest.mark.gpt2
 def test_layers_that_attend_twice_show_each_call():
     """Differential attention: the difference has weights outside 0 to 1, but each call has none."""
-    data = explain(random_model(model_class=edited_module((KERNEL, TWICE)).GPT), BYTES, [65] * 9, 1)
+    data = explain(random_model(model_class=edited((KERNEL, TWICE)).model.GPT), BYTES, [65] * 9, 1)
     assert (data["call"], data["n_layer"]) == ("attention call", 4)
     weights = read_weights(data)
     torch.testing.assert_close(weights.sum(-1), torch.ones(4, 2, 9).double(), rtol=0, atol=1e-3)
@@ -147,7 +147,7 @@ IN_PLACE = "        x = x + self.attn(", "        x += self.attn("
 def test_a_page_holds_what_each_layer_would_predict(changes):
     """Also of blocks that change their x, that return two values, and that are all the same one.
     The last layer predicts what the model does."""
-    model, ids = random_model(n_layer=3, model_class=edited_module(*changes).GPT), [*range(65, 77)]
+    model, ids = random_model(n_layer=3, model_class=edited(*changes).model.GPT), [*range(65, 77)]
     data = explain(model, BYTES, ids, 1)
     for layer, probs in zip(data["lens"], lens_of(model, ids), strict=True):
         for place, row, token in zip(layer, probs, ids[1:], strict=True):
@@ -170,7 +170,7 @@ AGAIN = ("enumerate(self.h)", "enumerate([*self.h, *self.h])")
 @pytest.mark.parametrize("changes", [NO_NORM, NO_LIST, (SHARPER,), (AGAIN,)])
 def test_layers_that_cannot_be_read_are_not_shown(changes):
     """Without ln_f, without h, with logits made otherwise, and with more calls than blocks."""
-    data = explain(random_model(model_class=edited_module(*changes).GPT), BYTES, [65] * 9, 1)
+    data = explain(random_model(model_class=edited(*changes).model.GPT), BYTES, [65] * 9, 1)
     assert data["lens"] == [] and len(data["places"]) == 8
 
 
@@ -307,7 +307,7 @@ def test_hostile_text_stays_text(browser, tmp_path):
 @pytest.mark.slow
 @pytest.mark.gpt2
 def test_a_page_without_the_table_says_why(browser, tmp_path):
-    data = explain(random_model(model_class=edited_module(*NO_NORM).GPT), BYTES, [65] * 9, 1)
+    data = explain(random_model(model_class=edited(*NO_NORM).model.GPT), BYTES, [65] * 9, 1)
     write_page(tmp_path / "page.html", {"model": "edited"} | data)
     evaluate = open_page(browser, tmp_path / "page.html")
     assert "model.logits(model.ln_f(x))" in evaluate(TEXT, "no-lens")

@@ -28,7 +28,7 @@ from gptling.tokenizers import load_tokenizer
 from model import GPT
 from tests import try_model
 from tests.conftest import assert_equal, read_log, small, weights
-from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited, edited_module
+from tests.edits import INIT, LOGITS, LOSS, copy_edited, edited
 from tests.scripts import MINE, ROOT, TEXT, TINY, run_here
 from tests.test_devices import cross_entropy
 from tests.test_explain import attention_of
@@ -144,9 +144,14 @@ def results(model, idx, targets):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recomputed_blocks_change_no_loss_and_no_gradient(name):
-    model, (idx, targets) = hacked_model(name), batch()
-    plain, evaluated = results(model.train(), idx, targets), model.eval()(idx, targets)[1]
+def test_the_fast_cross_entropy_and_recomputed_blocks_change_no_loss_and_no_gradient(name):
+    """Of any edit: the fast one takes the place of PyTorch's operator."""
+    model, (idx, targets) = hacked_model(name).train(), batch()
+    with mock.patch("torch.nn.functional.cross_entropy", cross_entropy):
+        expected = results(model, idx, targets)
+    replace_operators()
+    plain, evaluated = results(model, idx, targets), model.eval()(idx, targets)[1]
+    torch.testing.assert_close(plain, expected, rtol=1e-4, atol=1e-6)
     assert set(plain[0]) == {"loss", *HACKS[name].terms}
     model.train()
     recompute_activations(model)
@@ -157,16 +162,6 @@ def test_recomputed_blocks_change_no_loss_and_no_gradient(name):
         assert abs(plain[0]["loss"] - evaluated) > 1e-3
     else:
         torch.testing.assert_close(plain[0]["loss"], evaluated)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_fast_cross_entropy_changes_no_loss_and_no_gradient(name):
-    """Of any edit: it takes the place of PyTorch's operator."""
-    model, (idx, targets) = hacked_model(name).train(), batch()
-    with mock.patch("torch.nn.functional.cross_entropy", cross_entropy):
-        expected = results(model, idx, targets)
-    replace_operators()
-    torch.testing.assert_close(results(model, idx, targets), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -213,7 +208,7 @@ def test_a_mask_that_is_changed_after_loading_takes_effect(tmp_path):
 def test_norms_and_new_parameters_keep_what_they_were():
     new = "        self.ln_2.weight.data.fill_(0.5)\n"
     new += "        self.mix = nn.Parameter(torch.ones(2, 8))\n"
-    module = edited_module((MLP, new + MLP))
+    module = edited((MLP, new + MLP)).model
     model = module.GPT(module.GPTConfig(**SIZES))
     assert all((block.ln_2.weight == 0.5).all() for block in model.h)
     assert model.uninitialised == [f"h.{i}.mix" for i in range(len(model.h))]
@@ -259,7 +254,7 @@ def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
 def test_what_looks_back_without_the_cache_is_drawn_without_it(n, prompts, capsys):
     """At the token n before. A line says so."""
     back = f"        x = (x + F.pad(x, (0, 0, {n}, 0))[:, : x.size(1)]) / 2\n"
-    model = random_model(edited_module((ATTENTION, back + ATTENTION)))
+    model = random_model(edited((ATTENTION, back + ATTENTION)).model)
     idx, mask = padded(prompts)
     n_new = SIZES["block_size"] - idx.size(1)
     drawn = generate(speed_up(model), idx, n_new, temperature=0, padding_mask=mask)
@@ -276,7 +271,7 @@ TWICE = "return logits[:, -1].float()", "return 2 * logits[:, -1].float()"
 @pytest.mark.parametrize("change", [HIDDEN_LOGIT, TWICE])
 def test_changes_that_need_no_cache_are_not_said(change, capsys):
     """A hidden logit, and another next step."""
-    model, texts = random_model(edited_module(change)), []
+    model, texts = random_model(edited(change).model), []
     for each in (model, speed_up(model)):
         options = {"temperature": 0.5, "generator": torch.Generator().manual_seed(1)}
         texts.append(generate(each, torch.tensor([[5, 6]]), 8, **options))
@@ -287,7 +282,7 @@ NORMED = "return F.linear(F.normalize(x, dim=-1), F.normalize(self.lm_head.weigh
 
 
 def test_faster_layers_that_fail_are_left_out(capsys):
-    model = random_model(edited_module((LOGITS, NORMED)), n_embd=256)
+    model = random_model(edited((LOGITS, NORMED)).model, n_embd=256)
     idx = torch.tensor([[5, 6, 7]])
     expected = generate(model, idx, 30, temperature=0)
     assert torch.equal(generate(speed_up(model), idx, 30, temperature=0), expected)
@@ -351,15 +346,13 @@ def test_shared_blocks_are_stored_once(tmp_path):
 
 
 @pytest.fixture
-def run(trained, tmp_path, monkeypatch):
+def run(trained, tmp_path):
     """A function that runs train.py or sample.py in this process, of the code with an edit. Returns
     its standard output, or with code=1 what it ends with."""
     shutil.copytree(trained / "data", tmp_path / "data")
 
     def run(changes, script, *flags, code=0):
-        scripts = edited(*changes)
-        name = getattr(scripts, script).__name__
-        process = run_here(f"{name}.py", *flags, cwd=tmp_path)
+        process = run_here(f"{script}.py", *flags, cwd=tmp_path, changes=changes)
         assert process.returncode == code, process.stderr.decode()
         gc.collect()  # what an error keeps, such as the lock of the directory
         return (process.stderr if code else process.stdout).decode()
