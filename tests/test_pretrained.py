@@ -53,7 +53,7 @@ def edit(directory, changes):
 
 
 @pytest.mark.parametrize("bias, dropout", [(True, 0.2), (False, 0.0)])
-def test_transformers_reads_our_directory(tmp_path, bias, dropout):
+def test_transformers_reads_our_model_and_tokenizer(tmp_path, bias, dropout):
     model = random_model(bias, dropout=dropout)
     assert save(model, tmp_path, TOKENIZER) == ""
     other, loading = Auto.from_pretrained(tmp_path, output_loading_info=True)
@@ -63,6 +63,13 @@ def test_transformers_reads_our_directory(tmp_path, bias, dropout):
     assert {theirs.embd_pdrop, theirs.attn_pdrop, theirs.resid_pdrop} == {dropout}
     again = load(GPT, tmp_path)
     assert again.config == model.config and torch.equal(again(IDX)[0], model(IDX)[0])
+
+    auto, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    text = "a bé  中 🙂🙂 cab"
+    assert auto(text)["input_ids"] == ours.encode_ordinary(text)
+    assert auto.decode(ours.encode_ordinary(text)) == text
+    end_of_text = [theirs.bos_token_id, theirs.eos_token_id, auto.eos_token_id]
+    assert end_of_text == [ours.eot_token] * 3 and auto.model_max_length == 16
 
 
 @pytest.mark.parametrize("dtype, base_only", [(torch.float32, False), (torch.bfloat16, True)])
@@ -77,17 +84,6 @@ def test_we_read_a_directory_of_transformers(tmp_path, dtype, base_only):
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     with pytest.raises(UserError, match=r"model\.safetensors"):
         load_model(GPT, tmp_path)
-
-
-def test_auto_tokenizer_gives_our_ids_and_text(tmp_path):
-    save(random_model(), tmp_path, TOKENIZER)
-    auto, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    text = "a bé  中 🙂🙂 cab"
-    assert auto(text)["input_ids"] == ours.encode_ordinary(text)
-    assert auto.decode(ours.encode_ordinary(text)) == text
-    config = json.loads((tmp_path / "config.json").read_text())
-    end_of_text = [config["bos_token_id"], config["eos_token_id"], auto.eos_token_id]
-    assert end_of_text == [ours.eot_token] * 3 and auto.model_max_length == 16
 
 
 def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
