@@ -39,6 +39,8 @@ FILES = {
     "file": b"a file, no folder",
 }
 
+SEVERAL = "train.py --resume --out_dir=out/several "  # a run with a model that has ended
+
 # Each row: the command, what the answer contains, and the exit code unless it is 1. "in FOLDER:"
 # stands before a command that runs there. TINY is replaced by the flags of a tiny model, NEW by
 # these and a run that does not exist yet.
@@ -121,6 +123,7 @@ MISTAKES = [
     ("train.py --resume --out_dir=out/mine --n_layer=3", "--n_layer=3", "has 2"),
     ("train.py --resume --out_dir=out/mine --seed=5", "has 1337", "--out_dir"),
     ("train.py --resume --out_dir=out/mine --dataset=other", "data/other", "--init_from=out/mine"),
+    (SEVERAL + "--max_iters=30 --teacher=out/mine", "--teacher=out/mine/", "learns from its own"),
     # ------------------------------------------------------------ sampling
     ("sample.py nix", "nix", "no checkpoint"),
     ("sample.py mine", "mine", "no checkpoint", "perhaps you mean one of [", "out/mine"),
@@ -151,7 +154,9 @@ def world(trained, tmp_path_factory):
         (directory / name).write_bytes(content)
     for words in ("a.txt --name=bytes --tokenizer=byte", "b.txt --name=other --tokenizer=out/mine"):
         assert run_here("prepare.py", *words.split(), cwd=directory).returncode == 0
-    shutil.copytree(directory / "out" / "mine", directory / "out" / "busy")
+    for name in ("busy", "several"):
+        shutil.copytree(directory / "out" / "mine", directory / "out" / name)
+    shutil.copytree(directory / "out/mine/checkpoint-20", directory / "out/several/teacher-1")
     lock = lock_directory(directory / "out" / "busy")
     yield directory
     lock.release()

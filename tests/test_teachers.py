@@ -184,13 +184,6 @@ def test_the_text_is_compared_before_another_model_begins(finished):
     one_line(train(*resume, cwd=finished), "data/mine is not what out/mine was trained on")
 
 
-def test_a_run_of_several_models_takes_no_other_teachers(finished):
-    shutil.copytree(finished / "out/mine", finished / "out/several")
-    shutil.copytree(finished / "out/mine/checkpoint-20", finished / "out/several/teacher-1")
-    resume = ["--resume", "--max_iters=30", "--teacher=out/mine", "--out_dir=out/several"]
-    one_line(train(*resume, cwd=finished), "--teacher=out/mine/", "out/several learns from its own")
-
-
 @pytest.mark.slow
 def test_a_run_of_several_models_loses_nothing_when_it_is_killed(here):
     """In its second model before and after the first checkpoint, and in the last one."""
