@@ -300,17 +300,13 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_lines(r
     assert code == 1 and "nothing has changed since the last commit" in printed.err
     assert "out is not a patch: to compare two runs, see" in run_compare("out", "--", *FLAGS)[1].err
     patch = Path(comment_patch())
+    code, printed, _ = run_compare(str(patch), "--", *FLAGS, fake=lambda *_: (None, 1.0))
+    assert code == 1 and "its last evaluation failed" in printed.err
+    assert not list(compare.OUT.glob("*.jsonl")), "that run is kept"
     patch.write_text(patch.read_text().replace("-import math", "-import maths"))
     assert "patch failed: model.py" in run_compare(str(patch), "--", *FLAGS)[0]
     with pytest.raises(SystemExit, match="ValueError: mine"):
         compare.execute(sys.executable, "-c", "raise ValueError('mine')")
-
-
-def test_a_run_whose_last_evaluation_failed_is_not_kept(run_compare):
-    failed = {"fake": lambda *_: (None, 1.0)}
-    code, printed, _ = run_compare(str(comment_patch()), "--", *FLAGS, **failed)
-    assert code == 1 and "its last evaluation failed" in printed.err
-    assert not list(compare.OUT.glob("*.jsonl"))
 
 
 def test_there_is_no_answer_if_a_side_has_another_loss(run_compare):

@@ -433,8 +433,6 @@ def test_a_validation_loss_that_is_no_cross_entropy_is_reported(change, run, tmp
 
 
 LOOP = "        batch = data.batch(config, step, processes)"
-SET_UP = "    processes.catch_signals()\n"
-DONE = "        progress.step = done\n"
 
 
 def test_a_setting_that_the_schedule_changed_is_restored(run, tmp_path):

@@ -409,16 +409,11 @@ def test_a_run_of_max_iters_keeps_its_steps_and_tells_the_seconds_left_with_eval
     assert half.clock.seconds_left(300, 500) == pytest.approx(left, rel=0.03)
 
 
-def test_a_text_that_is_used_up_ends_a_run_on_a_machine_that_becomes_faster():
-    run = SimulatedRun(then(0.4))
-    run.clock.progress.most = 600
-    assert run.run()[0] == 600
-
-
-def test_a_resumed_run_has_the_time_that_was_left():
-    run = SimulatedRun(lambda share: 1, spent=0.6)
-    steps, _ = run.run()
-    assert 0.95 < run.spent < 1.05 and 150 < steps < 220
+def test_a_run_ends_when_its_text_is_used_up_or_after_the_time_that_was_left_when_it_resumed():
+    faster, resumed = SimulatedRun(then(0.4)), SimulatedRun(lambda share: 1, spent=0.6)
+    faster.clock.progress.most = 600
+    assert faster.run()[0] == 600
+    assert 150 < resumed.run()[0] < 220 and 0.95 < resumed.spent < 1.05
 
 
 # ------------------------------------------------------------ planned runs
