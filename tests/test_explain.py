@@ -23,12 +23,9 @@ from tests.scripts import output_of
 BYTES = build_tokenizer("byte", end_of_text=False)
 PROMPT = "1 gr"
 CLOSE = {"rtol": 0, "atol": 0.5 / 65535 + 1e-6}  # a weight is stored in steps of 1 / 65535
-HOSTILE = [
-    "</script><script>window.hacked = 1</script>",
-    "<img src=x onerror='window.hacked = 1'>",
-    "__DATA__</script>",
-    "\u2028\u202e&lt;",
-]
+IMAGE = "<img src=x onerror='window.hacked = 1'>"
+HOSTILE = ["</script><script>window.hacked = 1</script>", IMAGE, "__DATA__</script>"]
+HOSTILE += ["\u2028\u202e&lt;"]
 
 
 def read_data(page):
@@ -295,12 +292,12 @@ def test_hostile_text_stays_text(browser, tmp_path):
     ranks = {token.encode(): i for i, token in enumerate(HOSTILE)}
     encoding = tiktoken.Encoding("x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
     data = explain(random_model(len(HOSTILE)), encoding, [*range(len(HOSTILE))], 1)
-    write_page(tmp_path / "page.html", {"model": HOSTILE[1]} | data)
+    write_page(tmp_path / "page.html", {"model": IMAGE} | data)
     evaluate = open_page(browser, tmp_path / "page.html")
     labels = [visible(token.encode()) for token in HOSTILE]
     assert evaluate(f"{TOKENS}.map((token) => token.textContent)") == labels
     assert {row[1] for row in evaluate(LENS)} <= set(labels)
-    assert HOSTILE[1] in evaluate(TEXT, "model") and evaluate("window.hacked === undefined")
+    assert IMAGE in evaluate(TEXT, "model") and evaluate("window.hacked === undefined")
     assert evaluate("document.querySelectorAll('img, script').length") == 2
 
 

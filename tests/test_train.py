@@ -387,13 +387,13 @@ def test_activations_are_recomputed_only_if_asked_and_change_no_gradient():
 
 @pytest.mark.slow
 def test_compiling_changes_no_result(here):
-    cache, more = {"TORCHINDUCTOR_CACHE_DIR": str(here)}, ["--max_iters=4", "--n_layer=1"]
-    for name, compile in (("plain", "False"), ("compiled", "True")):
-        flags = [*MINE, *more, f"--compile={compile}", f"--out_dir={name}"]
-        output_of("train.py", *flags, cwd=here, **cache)
+    for compile in (False, True):
+        flags = [*MINE, "--max_iters=4", "--n_layer=1", f"--compile={compile}"]
+        options = {"cwd": here, "TORCHINDUCTOR_CACHE_DIR": str(here)}
+        output_of("train.py", *flags, f"--out_dir={compile}", **options)
     assert list(here.glob("**/*.so"))  # it was compiled
-    plain, compiled = weights(here / "plain", 4), weights(here / "compiled", 4)
-    torch.testing.assert_close(plain, compiled, rtol=1e-3, atol=1e-4)
+    runs = weights(here / "False", 4), weights(here / "True", 4)
+    torch.testing.assert_close(*runs, rtol=1e-3, atol=1e-4)
 
 
 def test_a_padded_vocabulary_draws_real_tokens_only(here):
@@ -412,11 +412,10 @@ def test_a_padded_vocabulary_draws_real_tokens_only(here):
 
 def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     """While another process trains in the folder, too."""
-    run = trained / "out" / "mine"
-    before = snapshot(trained)
+    run, before = trained / "out" / "mine", snapshot(trained)
+    flags = ["--eval_only", "--init_from=out/mine", "--dataset=mine", "--batch_size=4"]  # TINY's
     with filelock.FileLock(run / ".lock"):
-        flags = ["--eval_only", "--init_from=out/mine", "--dataset=mine"]
-        output = output_of("train.py", *flags, "--batch_size=4", cwd=trained)  # as TINY has it
+        output = output_of("train.py", *flags, cwd=trained)
     best = min((e for e in read_log(run) if "val_loss" in e), key=lambda e: e["val_loss"])
     assert f"{best['val_loss']:.4f} nats per token" in output
     assert f"perplexity {math.exp(best['val_loss']):.4f}" in output
@@ -431,13 +430,11 @@ def test_eval_all_gives_the_loss_over_both_splits(trained):
     paths = (trained / f"data/mine/{name}.npy" for name in ("train-00000", "val"))
     ids = torch.from_numpy(np.concatenate([np.load(path) for path in paths]).astype(int))
     model = load(GPT, trained / re.search("out/mine/checkpoint-[0-9]+", output)[0])
-    total = 0.0
-    with torch.no_grad():
-        n = len(ids) - 1
-        for start in range(0, n, 8):
-            part = ids[start : start + 9]
-            logits = model(part[None, :-1])[0][0]
-            total += F.cross_entropy(logits, part[1:], reduction="sum").item()
+    total, n = 0.0, len(ids) - 1
+    for start in range(0, n, 8):
+        part = ids[start : start + 9]
+        logits = model(part[None, :-1])[0][0].detach()
+        total += F.cross_entropy(logits, part[1:], reduction="sum").item()
     assert float(output.split()[0]) == pytest.approx(total / n, abs=2e-4)
     assert f"over {n:,} tokens of {Path('data/mine')}\n" in output
 
