@@ -78,8 +78,6 @@ def test_equals_torch_multihead_attention(causal, S):
 
 
 # ---------------------------------------------------------------- dropout
-
-
 def test_dropout_acts_on_weights_and_output_in_training_only():
     """All keys have the same weight and values are one-hot, so that the output shows the weights,
     each of them in two channels."""
@@ -98,8 +96,6 @@ def test_dropout_acts_on_weights_and_output_in_training_only():
 
 
 # ---------------------------------------------------------------- masks
-
-
 def test_mask_is_a_buffer_outside_the_state_dict():
     attn = MultiHeadAttention(6, 8, 5, 2)
     assert dict(attn.named_buffers())["causal_mask"].dtype == torch.bool

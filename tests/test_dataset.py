@@ -33,8 +33,6 @@ def write_data(name, train, val, tokenizer=AB):
 
 
 # ---------------------------------------------------------------- batches
-
-
 @pytest.mark.parametrize("lengths", [[1000], [17], [33], [500, 20, 5, 300], [170]])
 def test_an_epoch_visits_every_sequence_once(lengths):
     ends = np.cumsum([0, *lengths])
@@ -106,8 +104,6 @@ def test_a_run_resumed_with_another_batch_size_continues_at_its_place_in_the_epo
 
 
 # ---------------------------------------------------------------- validation
-
-
 def test_a_split_has_one_token_more_than_a_sequence_at_least(here):
     for train, val in ((17, 17), (16, 17), (17, 16)):
         write_data(f"{train}-{val}", [1] * train, [1] * val)

@@ -113,8 +113,6 @@ def greedy(path):
 
 
 # ---------------------------------------------------------------------------- out
-
-
 @pytest.mark.slow
 def test_transformers_goes_on_as_we_do(checkpoint):
     ids, _, text = greedy(checkpoint)
@@ -248,8 +246,6 @@ def test_q8_0_keeps_the_weights_within_one_percent(tmp_path):
 
 
 # ---------------------------------------------------------------------------- GPT-2 in
-
-
 @pytest.mark.slow
 def test_gpt2_is_finetuned_from_where_its_files_were_put(tmp_path, gpt2_encoding, monkeypatch):
     torch.manual_seed(0)

@@ -77,8 +77,6 @@ def random_model(V=256, model_class=GPT, **sizes):
 
 
 # ---------------------------------------------------------------------------- the attention
-
-
 @torch.no_grad()
 def test_page_holds_the_attention_and_the_probabilities_of_the_model(explained):
     page, model, ids = explained
@@ -124,8 +122,6 @@ def test_layers_that_attend_twice_show_each_call():
 
 
 # ---------------------------------------------------------------------------- the logit lens
-
-
 @torch.no_grad()
 def lens_of(model, ids):
     """What each layer would predict, block by block: probabilities (n_layer + 1, T - 1, V)."""
@@ -172,8 +168,6 @@ def test_layers_that_cannot_be_read_are_not_shown(changes):
 
 
 # ---------------------------------------------------------------------------- the tokens
-
-
 @pytest.mark.parametrize("n_prompt, n", [(4, 40), (40, 44), (1, 1)])
 def test_a_long_text_is_cut_at_the_window_and_the_page_says_so(n_prompt, n):
     model, ids = random_model(), torch.arange(65, 65 + n).tolist()
@@ -214,8 +208,6 @@ def test_no_text_can_end_the_data_of_a_page(tmp_path):
 
 
 # ---------------------------------------------------------------------------- the browser
-
-
 @pytest.fixture(scope="module")
 def browser():
     """Headless Chromium, by Selenium."""

@@ -32,8 +32,6 @@ def copy_with(here):
 
 
 # ---------------------------------------------------------------- save first
-
-
 @pytest.mark.parametrize(
     "change, name",
     [
@@ -58,8 +56,6 @@ def test_a_step_that_float16_skips_fifty_times_in_a_row_is_an_error(here, copy_w
 
 
 # ---------------------------------------------------------------- what must agree is compared
-
-
 def test_the_best_checkpoint_is_the_best_over_the_tokens_that_count_now(finished):
     metrics = finished / "out/mine/checkpoint-20/metrics.json"
     edit_json(metrics, val_loss=0.01, val_tokens=16)  # as if evaluated on a few easy tokens
@@ -90,8 +86,6 @@ def test_processes_whose_weights_part_are_an_error(here, copy_with):
 
 
 # ---------------------------------------------------------------- odd places
-
-
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
 def test_a_part_of_torchruns_environment_is_one_line(name, here):
     process = run_script("train.py", *MINE, cwd=here, **{name: "2"})

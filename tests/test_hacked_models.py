@@ -141,8 +141,6 @@ def results(model, idx, targets):
 
 
 # ---------------------------------------------------------------------------- training
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_fast_cross_entropy_and_recomputed_blocks_change_no_loss_and_no_gradient(name):
     """Of any edit: the fast one takes the place of PyTorch's operator."""
@@ -215,8 +213,6 @@ def test_norms_and_new_parameters_keep_what_they_were():
 
 
 # ---------------------------------------------------------------------------- sampling
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_text_is_the_same_cached_batched_past_the_window_and_explained(name):
@@ -290,8 +286,6 @@ def test_faster_layers_that_fail_are_left_out(capsys):
 
 
 # ---------------------------------------------------------------------------- what is stored
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_a_checkpoint_is_stored_as_what_it_is(name, tmp_path):
@@ -343,8 +337,6 @@ def test_shared_blocks_are_stored_once(tmp_path):
 
 
 # ---------------------------------------------------------------------------- in a run
-
-
 @pytest.fixture
 def run(trained, tmp_path):
     """A function that runs train.py or sample.py in this process, of the code with an edit. Returns
@@ -503,8 +495,6 @@ def test_a_new_parameter_that_leaves_the_logits_as_they_are_needs_no_flag(run, t
 
 
 # ---------------------------------------------------------------------------- docs/recipes.md
-
-
 def read_recipes() -> dict[str, list[tuple]]:
     """{heading: [(file, a text in it, what replaces that)]}"""
     page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
@@ -570,8 +560,6 @@ def test_the_recipe_of_a_tokenizer_gives_its_ids_here_and_in_transformers(tmp_pa
 
 
 # ---------------------------------------------------------------------------- docs/experiments
-
-
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_a_patch_is_one_idea_with_its_source_in_one_file(patch):
     text = patch.read_text(encoding="utf-8")

@@ -108,8 +108,6 @@ def test_a_model_can_be_made_in_inference_mode():
 
 
 # ---------------------------------------------------------------- generation
-
-
 @pytest.mark.parametrize("block_size", [1, 2, 5, 16])
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_greedy_with_cache_equals_greedy_without(block_size, length):
@@ -164,8 +162,6 @@ def test_initialisation_keeps_the_residual_stream_at_any_depth():
 
 
 # ---------------------------------------------------------------- filters
-
-
 @pytest.mark.parametrize("temperature", [0.01, 0.8, 1.0, 3.0])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 1000])
 @pytest.mark.parametrize("top_p", [0.05, 0.9, 1.0])

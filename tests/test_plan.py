@@ -206,8 +206,6 @@ def test_what_is_given_stays_and_a_step_is_timed_with_it(data, fixed):
 
 
 # ------------------------------------------------------------ the time of a step
-
-
 class TimedPlanner(Planner):
     """A real one, of some minutes, that began at 60 s of `clock`. set_up is the test's."""
 
@@ -303,8 +301,6 @@ def test_the_largest_size_that_fits_is_planned(room):
 
 
 # ------------------------------------------------------------ keeping to the time
-
-
 class SimulatedProgress(Progress):
     seconds = property(lambda self: self.spent())
 

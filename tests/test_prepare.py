@@ -67,8 +67,6 @@ def meta_of(data):
 
 
 # ---------------------------------------------------------------- documents
-
-
 def write_sources(kind):
     """DOCUMENTS, one of them twice, as sources of one kind. Returns their names."""
     ends = cycle(["\n", "\r\n", "\r"])  # of lines
@@ -241,8 +239,6 @@ def test_a_file_that_grows_while_it_is_read_has_its_first_text(here):
 
 
 # ---------------------------------------------------------------- downloads
-
-
 class Handler(BaseHTTPRequestHandler):
     """Serves a text with its path at every path: none if it is "missing", half of it if "torn"."""
 
@@ -423,8 +419,6 @@ def test_a_long_text_is_read_bit_by_bit(here):
 
 
 # ---------------------------------------------------------------- the split
-
-
 def hashes_of(n, seed=0):
     return np.random.default_rng(seed).integers(0, 2**64, n, dtype=np.uint64)
 
@@ -482,8 +476,6 @@ def test_a_split_inside_a_document_leaves_characters_whole(here, n):
 
 
 # ---------------------------------------------------------------- tokenizers
-
-
 def test_a_tokenizer_knows_nothing_of_the_validation_text(here):
     """The exception is a character tokenizer, which could not encode it."""
     rng = random.Random(0)
@@ -551,8 +543,6 @@ def test_a_tokenizer_of_another_class_has_to_be_stored(here, monkeypatch):
 
 
 # ---------------------------------------------------------------- threads and token files
-
-
 def test_texts_encoded_on_all_cores_keep_their_order(monkeypatch):
     """With a bounded number of them under way, and an error among them is raised."""
     monkeypatch.setattr(corpus, "GROUP", 1000)
@@ -596,8 +586,6 @@ def test_no_text_straddles_two_token_files(here, monkeypatch, n_vocab, dtype, si
 
 
 # ---------------------------------------------------------------- whole or not at all
-
-
 def test_an_existing_directory_is_replaced_by_a_whole_one(here):
     prepare_text("one " * 500)
     with pytest.raises(UserError, match="UTF-8"):

@@ -50,8 +50,6 @@ def edit(directory, changes):
 
 
 # ---------------------------------------------------------------------------- with transformers
-
-
 @pytest.mark.parametrize("bias, dropout", [(True, 0.2), (False, 0.0)])
 def test_transformers_reads_our_model_and_tokenizer(tmp_path, bias, dropout):
     model = random_model(bias, dropout=dropout)
@@ -118,8 +116,6 @@ def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(t
 
 
 # ---------------------------------------------------------------------------- names
-
-
 def test_a_gpt2_of_the_hub_alone_is_downloaded_or_where_you_put_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -190,8 +186,6 @@ def test_an_option_or_tensor_that_does_not_fit_is_named(tmp_path, changes, named
 
 
 # ---------------------------------------------------------------------------- a changed model.py
-
-
 class Capped(GPT):
     cap = 2.0
 
@@ -248,8 +242,6 @@ def test_a_save_computes_in_float32_and_leaves_the_model_as_it_was(tmp_path):
 
 
 # ---------------------------------------------------------------------------- a model to train
-
-
 def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path):
     """GPT-2's config.json does not say that it has biases; the quick start has none."""
     theirs = {"n_positions": 32, "n_embd": 48, "n_layer": 3, "n_head": 3, "vocab_size": 77}

@@ -55,8 +55,6 @@ def after_step(code):
 
 
 # ---------------------------------------------------------------- stopped and killed
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts twenty trainings by fork")
 def test_a_run_killed_twenty_times_equals_an_uninterrupted_one(here):
@@ -108,8 +106,6 @@ def test_evaluation_logging_and_checkpoints_change_no_weight(here):
 
 
 # ---------------------------------------------------------------- a checkpoint, whole or not at all
-
-
 def saver(directory):
     """A function that saves a tiny model there, with its metrics."""
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
@@ -142,8 +138,6 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- what may change
-
-
 def test_explicit_flags_override_the_run_and_are_printed(finished):
     """A data set that was renamed too, but not one with other contents."""
     (finished / "data/mine").rename(finished / "data/better name")
@@ -223,8 +217,6 @@ def test_resume_with_minutes_trains_so_many_more_and_changes_no_setting_after_se
 
 
 # ---------------------------------------------------------------- one writer, and the old run
-
-
 def test_a_second_training_in_one_folder_is_refused(finished):
     """Whatever it wants there, while the first one trains, which has moved an old run away."""
     flags = [*MINE, "--max_iters=1000000"]
@@ -257,8 +249,6 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
 
 
 # ---------------------------------------------------------------- the state of optimizers
-
-
 class Optimizer(torch.optim.Optimizer):
     """Its steps depend on states of all kinds and on a number of its groups."""
 

@@ -182,8 +182,6 @@ def test_a_text_appears_token_by_token_and_nothing_is_drawn_after_its_end(letter
 
 
 # ---------------------------------------------------------------------------- speed
-
-
 def steps(model, idx, mask=None):
     """Logits (n, B, V) after a prompt of 8 and each token after it, by generate's way of a step."""
     cache, logits = model.new_cache(), []
@@ -267,8 +265,6 @@ def test_a_graph_of_a_step_changes_no_text(padded):
 
 
 # ---------------------------------------------------------------------------- streams
-
-
 @pytest.mark.parametrize(
     "text", ["naïve 🙂 你好", "a\n\nb END c", "ENENDED", "\ud7ff\U0010ffff", "xaaaab", "aabaaaa"]
 )

@@ -95,8 +95,6 @@ def test_a_teacher_may_have_another_size_and_the_plan_keeps_to_its_context(finis
 
 
 # ---------------------------------------------------------------- a run of several models
-
-
 @pytest.mark.parametrize(
     "minutes, seconds, before, expected",
     [

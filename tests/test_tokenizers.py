@@ -104,8 +104,6 @@ def test_tokens_in_any_order_are_stored_so_that_hugging_face_merges_as_tiktoken(
 
 
 # ---------------------------------------------------------------- kinds
-
-
 @fuzzed
 @given(ANY_TEXT)
 def test_the_pattern_of_a_bpe_cuts_a_text_without_marks_as_gpt4s(text):

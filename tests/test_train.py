@@ -225,8 +225,6 @@ def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
 
 
 # ---------------------------------------------------------------- whole runs
-
-
 def test_a_run_makes_exactly_max_iters_steps_and_checkpoints(trained):
     run = trained / "out" / "mine"
     assert [path.name for path in list_checkpoints(run)] == ["checkpoint-10", "checkpoint-20"]
@@ -408,8 +406,6 @@ def test_a_padded_vocabulary_draws_real_tokens_only(here):
 
 
 # ---------------------------------------------------------------- --eval_only, the quick start
-
-
 def test_eval_only_gives_the_figures_of_the_log_and_writes_nothing(trained):
     """While another process trains in the folder, too."""
     run, before = trained / "out" / "mine", snapshot(trained)
