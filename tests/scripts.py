@@ -82,8 +82,7 @@ def run_script(script, *arguments, cwd, stdin="", **environment):
 
 
 def run_here(script, *arguments, cwd, stdin="", changes=()):
-    """As run_script, in this process: seconds faster, for the packages are imported already.
-    changes: see edited."""
+    """As run_script, in this process, which has imported the packages. changes: edited's."""
     from tests.edits import edited  # which imports this module
 
     name = script.removesuffix(".py")

@@ -34,15 +34,14 @@ def git(*words):
 
 
 @pytest.fixture
-def run_compare(trained, tmp_path, monkeypatch, capsys):
+def run_compare(here, monkeypatch, capsys):
     """Compare in a repository with the project, committed, and data/mine. Its scripts run in the
     tests' fork server. Returns the exit code, the output, and (side, words) of each training.
     fake(side, seed, steps) replaces train.py: it gives the last loss, and the milliseconds of a
     step for each line of the log."""
     execute = compare.execute
-    copy_edited(tmp_path, SOURCES, ())
-    shutil.copytree(trained / "data", tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
+    copy_edited(here, SOURCES, ())
+    monkeypatch.chdir(here)
     for words in ("init --quiet", "add --all", "commit --quiet --message=start"):
         git(*words.split())
 
@@ -50,11 +49,11 @@ def run_compare(trained, tmp_path, monkeypatch, capsys):
         def execute_here(*command):
             if command[0] != sys.executable:
                 return execute(*command)
-            script, words = tmp_path / command[1], command[2:]
+            script, words = here / command[1], command[2:]
             if script.name == "train.py":
                 trainings.append((script.parent.name, list(words)))
             if script.name != "train.py" or not fake:
-                return output_of(script, *words, cwd=tmp_path)
+                return output_of(script, *words, cwd=here)
             given = dict(word[2:].split("=") for word in words if "=" in word)
             steps, out_dir = int(given["max_iters"]), Path(given["out_dir"])
             loss, *ms = fake(script.parent.name, int(given["seed"]), steps)

@@ -338,13 +338,12 @@ def test_shared_blocks_are_stored_once(tmp_path):
 
 # ---------------------------------------------------------------------------- in a run
 @pytest.fixture
-def run(trained, tmp_path):
+def run(here):
     """A function that runs train.py or sample.py in this process, of the code with an edit. Returns
     its standard output, or with code=1 what it ends with."""
-    shutil.copytree(trained / "data", tmp_path / "data")
 
     def run(changes, script, *flags, code=0):
-        process = run_here(f"{script}.py", *flags, cwd=tmp_path, changes=changes)
+        process = run_here(f"{script}.py", *flags, cwd=here, changes=changes)
         assert process.returncode == code, process.stderr.decode()
         gc.collect()  # what an error keeps, such as the lock of the directory
         return (process.stderr if code else process.stdout).decode()

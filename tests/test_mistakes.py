@@ -230,10 +230,9 @@ DAMAGED = [  # command, file, what becomes of it, what is said
 
 
 @pytest.mark.parametrize("command, name, change, words", DAMAGED, ids=lambda value: str(value)[:20])
-def test_a_damaged_file_is_named_and_runs_no_code(trained, tmp_path, command, name, change, words):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "out/mine/checkpoint-10")
-    file = tmp_path / ("data/mine" if command == TRAIN else "out/mine/checkpoint-20") / name
+def test_a_damaged_file_is_named_and_runs_no_code(finished, command, name, change, words):
+    shutil.rmtree(finished / "out/mine/checkpoint-10")
+    file = finished / ("data/mine" if command == TRAIN else "out/mine/checkpoint-20") / name
     if change is None:
         file.unlink()
     elif isinstance(change, bytes):
@@ -247,12 +246,12 @@ def test_a_damaged_file_is_named_and_runs_no_code(trained, tmp_path, command, na
         np.save(file, np.array([change] * 50), allow_pickle=True)
     else:
         torch.save({"format": change}, file)
-    process = run_script(*command.split(), cwd=tmp_path)
+    process = run_script(*command.split(), cwd=finished)
     error = process.stderr.decode()
     said = [line for line in error.splitlines() if line[:1] != " "]  # no code of a traceback
     assert process.returncode == 1 and words in " ".join(said), error
     assert command != SAMPLE or "Traceback" not in error
-    assert not (tmp_path / "ran").exists() and not (tmp_path / "out/new").exists()
+    assert not (finished / "ran").exists() and not (finished / "out/new").exists()
 
 
 PACKAGE = sorted((ROOT / "gptling").glob("*.py"))

@@ -324,8 +324,7 @@ class SimulatedRun:
         self.spent += share * self.slower(self.spent)
 
     def run(self, last=math.inf):
-        """Train to the end or to step `last`. Return the steps, and how often their number has
-        changed."""
+        """Train to the end or to step `last`. Return the steps, and the changes of their number."""
         changes = step = 0
         while step < min(self.progress.max_iters, last):
             max_iters = self.clock.fitting_steps(step)
@@ -417,12 +416,6 @@ def test_a_run_ends_when_its_text_is_used_up_or_after_the_time_that_was_left_whe
 FLAGS = ["--dataset=mine", "--curves=False", "--device=cpu"]
 NARROW = ["--n_layer=1", "--n_embd=16"]  # which is quick to measure
 OVER = "    minutes: float = 1.0", "    minutes: float = 0.002"  # at its start: a plan has one step
-
-
-@pytest.fixture
-def here(trained, tmp_path):
-    (tmp_path / "data").symlink_to(trained / "data")
-    return tmp_path
 
 
 def test_a_plan_is_printed_stored_and_kept_to(here):

@@ -303,16 +303,15 @@ assert not [name for name in sys.modules if name.startswith("gptling")]
 """
 
 
-def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(trained, tmp_path):
+def test_the_loss_curve_of_gpt2s_architecture_is_as_committed(here):
     """A change of initialisation, batches, schedule or optimizer shows here; if it is meant, the
     figures are made anew. Float32 and one thread, so that processors differ little."""
-    shutil.copytree(trained / "data", tmp_path / "data")
     flags = [*MINE, "--max_iters=50", "--log_interval=10", "--eval_interval=50"]
     flags += ["--warmup_iters=5", "--muon_lr=0.045"]
     expected = json.loads((ROOT / "tests" / "curves.json").read_text())
     for optimizer in ("adamw", "muon"):
         names = [f"--optimizer={optimizer}", f"--out_dir={optimizer}"]
-        output_of("train.py", *flags, *names, cwd=tmp_path)
-        log = read_log(tmp_path / optimizer)
+        output_of("train.py", *flags, *names, cwd=here)
+        log = read_log(here / optimizer)
         losses = [entry["loss"] for entry in log if "loss" in entry] + [log[-1]["val_loss"]]
         assert losses == pytest.approx(expected[optimizer], abs=1e-4)

@@ -128,14 +128,13 @@ def test_two_finished_runs_are_drawn_together(trained, tmp_path):
     assert (tmp_path / "out/losses.png").stat().st_size > 1000
 
 
-def test_the_line_after_a_checkpoint_is_replayed(trained, tmp_path):
-    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=21", cwd=tmp_path)
-    last = read_log(tmp_path / "out/mine")[-2]
+def test_the_line_after_a_checkpoint_is_replayed(finished):
+    output_of("train.py", "--out_dir=out/mine", "--resume", "--max_iters=21", cwd=finished)
+    last = read_log(finished / "out/mine")[-2]
     code = blocks(ROOT / "docs/comparing.md", "python")[1]
     code = re.sub(r"out/my/checkpoint-\d+\"\), \d+", 'out/mine/checkpoint-20"), 21', code)
-    (tmp_path / "block.py").write_text(code, encoding="utf-8")
-    with contextlib.chdir(tmp_path), contextlib.redirect_stdout(io.StringIO()):
+    (finished / "block.py").write_text(code, encoding="utf-8")
+    with contextlib.chdir(finished), contextlib.redirect_stdout(io.StringIO()):
         replayed = runpy.run_path("block.py")
     assert last["step"] == 21
     assert replayed["loss"].item() == pytest.approx(last["loss"], abs=1e-5)

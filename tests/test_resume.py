@@ -194,8 +194,7 @@ def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):
 
 
 def test_resume_with_minutes_trains_so_many_more_and_changes_no_setting_after_settle(finished):
-    """At the speed so far, and with the new plan in config.toml, also when slower steps change
-    their number."""
+    """At the speed so far. The new plan is in config.toml, also when slower steps change it."""
     run, begin, end = finished / "out/mine", "    device, rank, world_size =", "    report.close("
     saved = load_training_state(run / "checkpoint-20")
     saved["progress"]["seconds"] = 1.0

@@ -61,8 +61,7 @@ def test_the_objective_mixes_the_text_and_the_mean_probabilities_of_the_teachers
 
 
 def test_a_run_with_a_teacher_resumes_bit_for_bit_and_validates_on_the_text_alone(finished):
-    """The teacher is the checkpoint that was the best one when the run began. Another one in its
-    place is named."""
+    """The teacher is the best checkpoint when the run begins. Another one in its place is named."""
     flags = ["--teacher=out/mine", *FLAGS, "--recompute", "--later_tokens=0.5"]
     flags += ["--gradient_accumulation_steps=2"]
     assert train(*flags, "--out_dir=out/whole", cwd=finished).returncode == 0
