@@ -15,7 +15,7 @@ from gptling.compare import CompareConfig
 from gptling.run import load_training_state
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tests.scripts import ROOT, TINY, output_of, run_here
+from tests.scripts import MINE, ROOT, one_line, output_of, run_here, run_script
 from train import TrainConfig
 
 
@@ -129,7 +129,7 @@ def test_a_reader_who_has_had_enough_ends_a_text_but_no_work(needs_reader, code)
 
 @pytest.mark.slow
 def test_train_py_may_come_through_a_pipe(here):
-    command = [sys.executable, "-", "--dataset=mine", *TINY]
+    command = [sys.executable, "-", *MINE]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     script = (ROOT / "train.py").read_bytes()
     subprocess.run(command, input=script, cwd=here, env=environment, check=True)
@@ -167,8 +167,14 @@ def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
         assert (f"--{field.name}" in text) != (hidden or positional)
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_a_part_of_torchruns_environment_is_one_line(name, here):
+    process = run_script("train.py", *MINE, cwd=here, **{name: "2"})
+    one_line(process, "MASTER_ADDR", "torchrun")
+
+
 def test_auto_is_chosen_again_on_another_machine(here, monkeypatch):
-    flags = ["--dataset=mine", *TINY, "--dtype=auto", "--out_dir=out/auto"]
+    flags = [*MINE, "--dtype=auto", "--out_dir=out/auto"]
     output_of("train.py", *flags, cwd=here)
     other = lambda dtype, *a, **k: f"{dtype} bfloat16".split()[1]  # noqa: E731
     monkeypatch.setattr("gptling.devices.pick_dtype", other)

@@ -15,9 +15,10 @@ import torch
 from gptling.processes import Processes
 from gptling.run import list_checkpoints, load_training_state
 from tests.conftest import read_log, weights
-from tests.scripts import ROOT, TINY, output_of, peak_memory, run_in_child, start
+from tests.edits import copy_edited
+from tests.scripts import MINE, ROOT, output_of, peak_memory, run_in_child, start
 
-FLAGS = ["--dataset=mine", *TINY, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
+FLAGS = [*MINE, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
 TORCHRUN = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
 # train.py, which environment variables change. FLOAT64: only the orders of sums differ then.
 # MASKED: a third of the targets does not count, and all of some sequences.
@@ -179,6 +180,15 @@ def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here):
     entry = read_log(here / "out/two")[0]
     tokens = entry["tokens_per_s"] * entry["ms"] / 1000  # of all processes
     assert tokens == pytest.approx(2 * 4 * 16, rel=1e-6)
+
+
+def test_processes_whose_weights_part_are_an_error(here):
+    step = "        for optimizer in optimizers:\n            if not overflow:\n"
+    noise = "        for p in model.parameters():\n            p.grad += rank\n"
+    project = ["model.py", "train.py", "prepare.py", "gptling"]
+    copy_edited(here, project, [(step, noise + step)])
+    output = finish(torchrun(here / "train.py", *MINE, cwd=here), code=1)
+    assert "the processes have different weights" in output
 
 
 @pytest.mark.slow

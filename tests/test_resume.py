@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from gptling.cli import UserError
+from gptling.pretrained import find_checkpoint
 from gptling.run import RunDirectory, best_checkpoint, list_checkpoints, load_training_state
 from gptling.settings import resumed_config
 from gptling.state import State, named_state, read_sources
 from model import GPT, GPTConfig
-from tests.conftest import assert_equal, contents, one_process, read_log, small, weights
+from tests.conftest import assert_equal, contents, edit_json, one_process, read_log, small, weights
 from tests.edits import copy_edited
 from tests.scripts import MINE, one_line, output_here, output_of, run_here, run_in_child, start
 from train import TrainConfig, configure_optimizers
@@ -81,7 +82,8 @@ def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(here, 
 
 
 def test_auto_resume_begins_without_a_checkpoint_and_continues_with_one(trained, finished):
-    """What a crash has left after the newest checkpoint is done again, and nothing is planned."""
+    """What a crash has left after the newest checkpoint is done again, and nothing is planned. If
+    the run has ended, that is no error."""
     run = finished / "out" / "mine"
     (run / "checkpoint-20/metrics.json").unlink()
     (run / "checkpoint-30").write_text("a file")
@@ -93,6 +95,7 @@ def test_auto_resume_begins_without_a_checkpoint_and_continues_with_one(trained,
     assert "from step 10" in output_of("train.py", *flags, "--minutes=1", cwd=finished)
     assert_equal_runs(trained / "out" / "mine", run, 20)
     assert not list(run.glob(".checkpoint-*"))
+    assert "has finished its 20 steps" in output_of("train.py", *flags, cwd=finished)
     output = output_of("train.py", *flags, "--out_dir=out/new", cwd=finished)
     assert "from step" not in output and "saved in out/new," in output
     assert_equal_runs(trained / "out" / "mine", finished / "out" / "new", 20)
@@ -137,7 +140,24 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
     assert best_checkpoint(tmp_path).name == "checkpoint-15"
 
 
+def test_the_best_checkpoint_is_the_best_over_the_tokens_that_count_now(finished):
+    metrics = finished / "out/mine/checkpoint-20/metrics.json"
+    edit_json(metrics, val_loss=0.01, val_tokens=16)  # as if evaluated on a few easy tokens
+    output = output_here("train.py", *RESUME, "--max_iters=40", cwd=finished)
+    evaluated = [entry for entry in read_log(finished / "out/mine")[2:] if "val_loss" in entry]
+    best = min(evaluated, key=lambda entry: entry["val_loss"])
+    assert find_checkpoint(finished / "out/mine").name == f"checkpoint-{best['step']}"
+    assert "(best)" in output
+
+
 # ---------------------------------------------------------------- what may change
+def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
+    file = finished / "out/mine/config.toml"
+    file.write_text(file.read_text().replace("learning_rate = 0.01", "learning_rate = 0.5"))
+    output = output_here("train.py", *RESUME, "--max_iters=22", cwd=finished)
+    assert "config.toml was edited (learning_rate), which has no effect: give flags" in output
+
+
 def test_explicit_flags_override_the_run_and_are_printed(finished):
     """A data set that was renamed too, but not one with other contents."""
     (finished / "data/mine").rename(finished / "data/better name")

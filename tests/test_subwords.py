@@ -9,8 +9,8 @@ from gptling import subwords
 from gptling.files import UserError
 from gptling.subwords import find_words, split_word, vary_tokens
 from gptling.tokenizers import build_tokenizer
-from tests.conftest import MINE, assert_equal, read_log, weights
-from tests.scripts import output_of
+from tests.conftest import assert_equal, read_log, weights
+from tests.scripts import MINE, output_of
 
 WORDS = "the cat sat on the mat, and 12 other cats résumed 你好 the catalogue. "
 TEXT = "\n".join(WORDS + f"{n} bottles hang there" for n in range(300))

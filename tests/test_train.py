@@ -304,6 +304,26 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_before_a_checkpoint(
     process = run_here("train.py", *MINE, cwd=here, changes=[change])
     one_line(process, "the loss or its gradient is inf at step 1")
     assert list_checkpoints(here / "out" / "mine") == []
+    flags = ["--dtype=float16", "--max_iters=80"]  # float16 skips such steps, but not for ever
+    process = run_here("train.py", *MINE, *flags, cwd=here, changes=[change])
+    one_line(process, "no gradient was finite in 50 steps", "--dtype=float32")
+
+
+FORWARD = "        x = self.hidden(idx, padding_mask, cache)  # (B, T, C)\n"
+GENERATE = '        require(idx.size(1) > 0, "idx has no tokens'
+RAISE = "raise RuntimeError('in eval mode')\n"
+EVALUATING = f"        if targets is not None and not self.training:\n            {RAISE}"
+
+
+@pytest.mark.parametrize(
+    "name, line, before",
+    [("evaluate", FORWARD, EVALUATING), ("write_sample", GENERATE, f"        {RAISE}")],
+)
+def test_an_evaluation_or_a_sample_that_fails_costs_a_line(name, line, before, here):
+    output = output_here("train.py", *MINE, cwd=here, changes=[(line, before + line)])
+    assert len(re.findall(rf"{name} failed at model.py:\d+: .*in eval mode", output)) == 2
+    names = [path.name for path in list_checkpoints(here / "out/mine")]
+    assert names == ["checkpoint-10", "checkpoint-20"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
