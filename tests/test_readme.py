@@ -1,7 +1,9 @@
 """What README.md, docs/ and the scripts' own examples say is true: their commands have flags and
-presets that exist, their Python runs, their links lead somewhere."""
+presets that exist, their Python runs, their links lead somewhere. The lessons in docs/ print the
+text below their blocks, and the names at the end of each section exist."""
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -14,12 +16,13 @@ import tomllib
 
 import pytest
 
+import model
 from gptling.cli import load_config
 from gptling.compare import CompareConfig
 from prepare import PrepareConfig
 from sample import SampleConfig
 from tests.conftest import read_log
-from tests.scripts import ROOT, TEXT, output_of
+from tests.scripts import ROOT, TEXT, output_of, start
 from train import TrainConfig
 
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -29,9 +32,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 
 
-def blocks(page, language):
+def blocks(page, language, after=""):
     text = page.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```{after}", text, re.MULTILINE | re.DOTALL)
 
 
 def commands(text):
@@ -164,3 +167,48 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         if heading:
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in map(anchor, headings), link
+
+
+# ---------------------------------------------------------------- lessons
+LESSONS = [ROOT / "docs" / name for name in ("attention.md", "gpt.md", "learning.md")]
+TRAINING = [pytest.param(page, marks=pytest.mark.slow) for page in LESSONS[1:]]
+PRINTED = r"\n(?:```text\n(.*?)^```\n)?"  # the text below a block
+
+
+def run_blocks(page, directory):
+    """Run the blocks of a page in order and in one namespace, as in a notebook, and compare what
+    they print. For a process of its own: PyTorch has its defaults there."""
+    os.chdir(directory)
+    sys.stderr = open("errors", "w", buffering=1)
+    namespace = {}
+    for number, (code, expected) in enumerate(blocks(page, "python", PRINTED), 1):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+        assert output.getvalue() == expected, f"block {number} printed\n{output.getvalue()}"
+
+
+@pytest.mark.parametrize("page", [LESSONS[0], *TRAINING], ids=lambda page: page.name)
+def test_blocks_print_the_text_below_them(page, tmp_path):
+    assert blocks(page, "python", PRINTED)
+    child = start(run_blocks, page, tmp_path)
+    child.join()
+    assert child.exitcode == 0, (tmp_path / "errors").read_text()
+
+
+@pytest.mark.parametrize("page", LESSONS, ids=lambda page: page.name)
+def test_sections_end_with_names_that_exist(page):
+    """A section with Python code ends with a line for each file that it explains, such as
+    "In model.py: `GPT.wte`, `Block`." or "In gptling/muon.py: `orthogonalise`."""
+    gpt = model.GPT(model.GPTConfig(block_size=4, vocab_size=5, n_layer=1, n_head=1, n_embd=2))
+    examples = {type(module).__name__: module for module in gpt.modules()}  # they have attributes
+    for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        last_words = section.rpartition("```")[2]
+        lines = re.findall(r"^In ([\w/]+)\.py: (.*)$", last_words, re.MULTILINE)
+        assert lines or "```python" not in section, section
+        for file, text in lines:
+            names = re.findall(r"`([^`]+)`", text)
+            assert names, text
+            for name in names:
+                owner, _, attribute = name.partition(".")
+                value = getattr(importlib.import_module(file.replace("/", ".")), owner)
+                assert not attribute or hasattr(examples.get(owner, value), attribute), name
