@@ -155,7 +155,7 @@ class Corpus:
                 pieces = read_pieces(file, self.field, reasons, *way)
                 measured, n_replaced = measure(pieces, *way)
                 if n_replaced:
-                    reasons = [f"{n_replaced:,} bad characters became \ufffd: {why}"]
+                    reasons = [f"{n_replaced:,} of its characters became \ufffd: {why}"]
                 self.sources.append((file, way, len(measured) // 2))
                 break
             except UNREADABLE as error:

@@ -124,19 +124,18 @@ def models(config, start: Start, model_class: type, processes):
     that follow it in the same run. Raises UserError if these would have another text or code."""
     following = next_model(config, start.progress, processes) if start.saved else None
     if following:
-        check_text(config, start.saved)
         load_model(model_class, start.checkpoint, config.allow_changed_model)
     else:
         yield config, start
         following = start.following
     while following:
+        path = start.run.path
+        check_text(config, load_training_state(list_models(path)[-1]))
         start.run.keep_teacher()
-        teacher = list_teachers(start.run.path)[-1]
-        check_text(config, load_training_state(teacher))  # it may be prepared again meanwhile
         start = Start(start.run, start.sources, progress=start.progress)
         kind = "learns from those before it" if following.teacher else "has another seed"
         print(f"\nModel {following.models_before + 1} of this run {kind}.")
-        print(f"{teacher} is the one before. Its other checkpoints are deleted.")
+        print(f"The one before is {list_teachers(path)[-1]}. Its other checkpoints are deleted.")
         yield following, start
         following = start.following
 

@@ -308,6 +308,20 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_lines(r
         compare.execute(sys.executable, "-c", "raise ValueError('mine')")
 
 
+def test_a_side_that_fails_does_not_end_the_others(run_compare):
+    good, bad = Path(comment_patch()), Path("out/bad.patch")
+    bad.write_text("# flags: --log_interval=3\n" + good.read_text())
+
+    def fake(side, seed, steps):
+        return sys.exit("the loss is nan") if side == "bad" else (2.0, 1.0)
+
+    code, printed, _ = run_compare("out/bad.patch", str(good), "--seeds=2", "--", *FLAGS, fake=fake)
+    assert code == 0 and printed.out.count("the loss is nan") == 1
+    answers = (compare.OUT / "verdicts.tsv").read_text()
+    assert "bad against working-tree after 10 steps: it failed" in answers
+    assert "same against working-tree in the time of 10 steps: no difference" in answers
+
+
 def test_there_is_no_answer_if_a_side_has_another_loss(run_compare):
     """It would be half as high for the same probabilities."""
     plain = '        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")'

@@ -1,5 +1,6 @@
 """data/NAME as training reads it: sequences, validation, and what makes it another text."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -8,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gptling.dataset import Dataset, get_sequences, training_data
+from gptling.evaluation import evaluate
 from gptling.files import UserError
 from gptling.tokenizers import build_tokenizer, tokenizer_to_json
+from model import GPT, GPTConfig
 from tests.conftest import one_process, small
 
 AB = build_tokenizer("char", ["ab"], end_of_text=False)
@@ -101,6 +105,7 @@ def test_a_run_resumed_with_another_batch_size_continues_at_its_place_in_the_epo
         saved |= {"offset": data.offset, "progress": {"step": 6}}
     seen = torch.cat([x for batch in parts for x, _ in batch])
     assert torch.equal(seen, training_data(whole).batch(whole, 0, one_process())[0][0][:54])
+    assert data.epochs(config, 8) == (4 * 6 + 2 * 12 + 2 * 3) * 16 / 5000
 
 
 # ---------------------------------------------------------------- validation
@@ -139,6 +144,21 @@ def test_processes_validate_on_each_token_of_the_split_once(here, n_tokens):
         assert torch.equal(targets, inputs + 1)
         assert all(0 <= x.min() and x.max() < n_tokens for x, _ in itertools.chain(*batches))
         assert sorted(targets.tolist()) == list(range(1, n_tokens))
+
+
+class Mean(GPT):
+    def forward(self, idx, targets):
+        logits, _ = super().forward(idx)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_a_process_without_validation_sequences_adds_nothing(here):
+    """Though a mean over no targets is NaN, as nanoGPT's forward returns it."""
+    write_data("mine", [1] * 50, [1] * 17)
+    processes = one_process()
+    processes.rank, processes.world_size, processes.autocast = 1, 2, contextlib.nullcontext()
+    model = Mean(GPTConfig(16, 256, 1, 1, 4))
+    assert evaluate(model, Dataset("mine", 16), 2, processes)["val_loss"] == 0
 
 
 def test_data_suit_a_checkpoint_that_has_their_tokens(here):

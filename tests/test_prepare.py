@@ -87,7 +87,7 @@ def write_sources(kind):
             (folder / name).write_text("not to be read")
         for name in ("notes/.hidden", "notes/.git/config", "notes/a.zip"):
             Path(name).write_bytes(b"hidden\xff")
-        Path("notes/latin.txt").write_bytes(b"cafe<|endoftext|>" * 9000 + b"\xe9")
+        Path("notes/latin.txt").write_bytes(b"cafe<|endoftext|>" * 9000 + b"\xe9" * 9000)
         Path("notes/torn.gz").write_bytes(gzip.compress(b"a text")[:10] + b"\xff" * 20)
         return ("notes",)
     lines = [json.dumps({"text": text, "id": 1}) for text in [*texts, "", texts[0]]]
@@ -202,6 +202,19 @@ def test_a_text_that_is_not_utf8_is_read_in_the_encoding_that_you_give(here, enc
         process = run_here("prepare.py", "old", "--encoding=cp1252", "--overwrite", cwd=here)
         assert b"gbk.txt: neither UTF-8 nor in the given encoding" in process.stdout
     assert text_of(here / "data/old").count(text[1]) == 300
+
+
+def test_what_is_utf8_by_chance_or_but_for_a_byte(here, capsys):
+    """UTF-16 without its mark, records in your encoding, and a character in a thousand or fewer."""
+    text = "привет, мир " * 100
+    Path("a.txt").write_bytes(text.encode("utf-16-le"))
+    assert text_of(prepare(PrepareConfig(("a.txt",), encoding="utf-16-le")), "train") in text
+    record = json.dumps({"text": "café " * 99}, ensure_ascii=False)
+    Path("b.jsonl").write_bytes(record.encode("cp1252"))
+    assert "café" in text_of(prepare(PrepareConfig(("b.jsonl",), encoding="cp1252")), "train")
+    Path("c.txt").write_bytes(b"\xff" + text.encode())
+    assert text_of(prepare(PrepareConfig(("c.txt",))), "train").startswith("\ufffdпривет, мир")
+    assert "c.txt: 1 of its characters became \ufffd: not UTF-8" in capsys.readouterr().out
 
 
 def test_a_part_that_cannot_be_read_costs_its_part(here, monkeypatch, capsys):

@@ -15,7 +15,7 @@ import torch
 from gptling.processes import Processes
 from gptling.run import list_checkpoints, load_training_state
 from tests.conftest import read_log, weights
-from tests.edits import copy_edited
+from tests.edits import INIT, copy_edited
 from tests.scripts import MINE, ROOT, output_of, peak_memory, run_in_child, start
 
 FLAGS = [*MINE, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
@@ -182,11 +182,14 @@ def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here):
     assert tokens == pytest.approx(2 * 4 * 16, rel=1e-6)
 
 
-def test_processes_whose_weights_part_are_an_error(here):
+@pytest.mark.parametrize("parts", ["[p.grad for p in model.parameters()]", "[model.balance]"])
+def test_processes_whose_weights_part_are_an_error(here, parts):
+    """Or their buffers, whose numbers may be infinite."""
     step = "        for optimizer in optimizers:\n            if not overflow:\n"
-    noise = "        for p in model.parameters():\n            p.grad += rank\n"
+    noise = f"        for tensor in {parts}:\n            tensor += rank\n"
+    balance = '        self.register_buffer("balance", torch.tensor([0, math.inf]), False)\n'
     project = ["model.py", "train.py", "prepare.py", "gptling"]
-    copy_edited(here, project, [(step, noise + step)])
+    copy_edited(here, project, [(step, noise + step), (INIT, balance + INIT)])
     output = finish(torchrun(here / "train.py", *MINE, cwd=here), code=1)
     assert "the processes have different weights" in output
 

@@ -69,14 +69,20 @@ def test_a_run_killed_twenty_times_equals_an_uninterrupted_one(here):
 
 @pytest.mark.parametrize("optimizer, dtype", [("muon", "float32"), ("adamw", "float16")])
 def test_a_run_that_stops_between_evaluations_equals_an_uninterrupted_one(here, optimizer, dtype):
+    """With targets that train.py masks at random."""
     flags = [*COMMON, f"--optimizer={optimizer}", f"--dtype={dtype}"]
-    output_of("train.py", *flags, "--out_dir=out/whole", cwd=here)
-    change = after_step("if done == 12: import signal; signal.raise_signal(signal.SIGTERM)")
-    process = train(*flags, cwd=here, changes=[change])
+    batch = "        batch = data.batch(config, step, processes)\n"
+    mask = (
+        batch,
+        f"{batch}        [y.masked_fill_(torch.rand(y.shape) < 0.2, -100) for _, y in batch]\n",
+    )
+    assert train(*flags, "--out_dir=out/whole", cwd=here, changes=[mask]).returncode == 0
+    stop = after_step("if done == 12: import signal; signal.raise_signal(signal.SIGTERM)")
+    process = train(*flags, cwd=here, changes=[mask, stop])
     assert process.returncode == 128 + signal.SIGTERM
     stopped = b"Stopped at step 13, and saved.\nNext: python train.py --out_dir=out/mine --r"
     assert stopped in process.stdout
-    resumed = train(*RESUME, cwd=here).stdout
+    resumed = train(*RESUME, cwd=here, changes=[mask]).stdout
     assert b"from step 13" in resumed
     assert_equal_runs(here / "out/whole", here / "out/mine", 20)
 
@@ -123,7 +129,8 @@ def saver(directory):
 
 
 def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
-    """The newest of equal ones. Another is hidden before its files go."""
+    """The newest of equal ones, and one with a file of yours. Another is hidden before its files
+    go."""
 
     def rmtree(path, plain=shutil.rmtree, **options):
         assert os.path.basename(path).startswith(".")
@@ -133,10 +140,12 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
     save = saver(tmp_path)
     for step, loss in ((5, 3.0), (10, 1.0), (15, 1.0)):
         save({"step": step, "val_loss": loss})
+        if step == 5:
+            (tmp_path / "checkpoint-5/mine.gguf").touch()
     save({"step": 20, "val_loss": 0.5, "comparable_loss": 2.0})  # over other tokens
     save({"step": 25})
     save({"step": 30, "val_loss": math.nan})
-    assert [path.name[11:] for path in list_checkpoints(tmp_path)] == ["15", "30"]
+    assert [path.name[11:] for path in list_checkpoints(tmp_path)] == ["5", "15", "30"]
     assert best_checkpoint(tmp_path).name == "checkpoint-15"
 
 
@@ -265,6 +274,8 @@ def test_an_old_run_is_moved_as_it_is_once_the_new_one_is_ready(finished, monkey
     assert train(*flags, "--seed=2", cwd=finished).returncode == 0
     assert contents(finished / "out/mine.old") == before
     assert contents(finished / "out/mine.old2") == new
+    shutil.rmtree(run / "checkpoint-3")  # to free the disk: the log stays
+    assert b"is now in out/mine.old3" in train(*MINE, "--max_iters=1", cwd=finished).stdout
 
 
 # ---------------------------------------------------------------- the state of optimizers
