@@ -248,6 +248,11 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
     assert len(train()[1]) == 6
     edit("data/mine/meta.json", '"format": 1', '"format": 2')
     assert len(train()[1]) == 6
+    metrics = Path("out/base/checkpoint-1/metrics.json")
+    metrics.parent.mkdir(parents=True)
+    for step in ("1", "2"):
+        metrics.write_text(step)
+        assert len(train("--teacher", "out/base")[1]) == 6
 
 
 def test_a_side_that_cannot_win_any_more_is_not_trained_with_the_other_seeds(run_compare):
