@@ -72,8 +72,8 @@ def check_files(checkpoint: Path) -> Path:
 def delete_checkpoint(checkpoint: Path, newest: Path):
     """Delete a checkpoint, unless you have put a file into it, which the newest one lacks. If that
     fails, print it."""
-    names, own = ({file.name for file in path.iterdir()} for path in (checkpoint, newest))
-    if any(name[0] != "." for name in names - own):
+    own = {file.name for file in newest.iterdir()}
+    if any(file.name not in own and file.name[0] != "." for file in checkpoint.iterdir()):
         return
     try:  # hidden first, so that a crash leaves no half of a checkpoint
         shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleting")))

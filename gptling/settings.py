@@ -86,14 +86,12 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     if config.teacher:
         config.teacher = given["teacher"] = find_teachers(config)
     length_flag = next((flag for flag in given if flag in ("minutes", "max_iters")), "")
-    if not config.init_from:
-        raise UserError("--init_from= has no value: give scratch, a run or a checkpoint")
     if length_flag == "minutes" and not config.minutes:
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
     config = resume_or_begin(config, given, start)
     if config.init_from != "scratch" and not start.saved:
-        start.checkpoint = find_checkpoint(config.init_from)
+        start.checkpoint = find_checkpoint(config.init_from or "--init_from=")
     processes.use_device(config.device)
     devices.choose_algorithms(config.deterministic)
 

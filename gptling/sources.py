@@ -109,7 +109,8 @@ def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
         yield path
         return
     inside = sorted(path.iterdir())
-    is_output = any(names <= {file.name for file in inside} for names in OUTPUTS)
+    names = {file.name for file in inside}
+    is_output = any(own <= names for own in OUTPUTS)
     for file in inside:
         is_text = os.path.isfile(file) and not is_output
         if file.name[0] != "." and (os.path.isdir(file) or is_text):
