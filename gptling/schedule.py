@@ -10,7 +10,10 @@ GOOD_EPOCHS = 4  # later ones teach less: Muennighoff et al. 2023, https://arxiv
 # steps, whichever is later.
 MAX_EPOCHS = 16  # sweep "minutes"
 SHORT_TEXT_STEPS = 600  # sweep "repeated"
-VARIED_STEPS = 1200  # the same with bpe_dropout: sweep "subwords"
+# The same with bpe_dropout, but 28 epochs if these are fewer steps: sweep "subwords", and
+# "Learning from other models" there.
+VARIED_STEPS = 1200
+VARIED_EPOCHS = 28
 FINE_TUNING_EPOCHS = 6  # the same for --init_from: commit b5d1829
 FINE_TUNING_STEPS = 100
 TAUGHT = 2  # a model with teachers gets so many times the steps
@@ -114,10 +117,11 @@ def can_be_followed(config) -> bool:
 def most_steps(config, n_tokens: int) -> int:
     """Return the number of steps beyond which a run on n_tokens would overfit."""
     epochs, steps = MAX_EPOCHS, SHORT_TEXT_STEPS
+    steps_of_epoch = n_tokens / tokens_per_step(config)
     if config.bpe_dropout:
-        steps = VARIED_STEPS
+        steps = max(steps, min(VARIED_STEPS, int(VARIED_EPOCHS * steps_of_epoch)))
     if config.init_from != "scratch":
         epochs, steps = FINE_TUNING_EPOCHS, FINE_TUNING_STEPS
     if config.teacher:
         epochs, steps = TAUGHT * epochs, TAUGHT * steps
-    return max(steps, int(n_tokens * epochs / tokens_per_step(config)))
+    return max(steps, int(epochs * steps_of_epoch))

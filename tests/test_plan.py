@@ -16,7 +16,7 @@ from gptling import startup
 from gptling.clock import Clock
 from gptling.dataset import Dataset
 from gptling.plan import Planner
-from gptling.schedule import eval_part, evaluates_after, tokens_per_step
+from gptling.schedule import eval_part, evaluates_after, most_steps, tokens_per_step
 from gptling.state import Progress
 from tests.conftest import one_process, read_log, small
 from tests.scripts import ROOT, output_here, output_of
@@ -149,6 +149,23 @@ def test_measuring_steps_evaluations_and_checkpoints_fit_into_the_time(data, min
     assert spent > 0.85 * 60 * minutes - 6 or used_up
     if not options:
         assert n * evaluating < 0.05 * 60 * minutes and 3 <= n <= 10
+
+
+@pytest.mark.parametrize(
+    "n_tokens, bpe_dropout, steps",
+    [
+        (9000, 0, 600),
+        (50_000, 0, 781),
+        (9000, 0.1, 600),
+        (25_000, 0.1, 683),
+        (50_000, 0.1, 1200),
+        (100_000, 0.1, 1562),
+    ],
+)
+def test_other_tokens_allow_28_epochs_of_a_short_text(n_tokens, bpe_dropout, steps):
+    """But not beyond step 1,200. Otherwise it is 16 epochs, and 600 steps at least."""
+    config = small(bpe_dropout=bpe_dropout, batch_size=16, block_size=64)
+    assert most_steps(config, n_tokens) == steps
 
 
 @pytest.mark.parametrize("minutes", [0.5, 5, 500])
