@@ -404,7 +404,7 @@ class GPT(nn.Module):
                 new, cache = idx, self.new_cache()
 
     def new_cache(self) -> list[KVCache]:
-        """An empty cache for each block. [] is no cache: each step computes all of idx again."""
+        """An empty cache for each block. Without one, [], each step computes all of idx again."""
         return [KVCache(self.cache_dtype) for _ in self.h]
 
     def restrict_to_tokens(self, ids: Iterable[int]):

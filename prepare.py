@@ -93,7 +93,7 @@ def print_summary(target: Path, meta: dict, how: str, corpus: Corpus):
     if corpus.n_repeated:
         print(f"  repeated documents left out: {corpus.n_repeated:,}")
     if corpus.refused:
-        print(f"  files left out, whole or in part: {len(corpus.refused):,}")
+        print(f"  files not read completely: {len(corpus.refused):,}")
     for line in corpus.refused[:5]:
         print(f"    {line}")
 

@@ -221,7 +221,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
                 group["lr"] = lr * group.get("lr_scale", 1)
         later = config.later_tokens * max(0.0, 1 - 1.5 * step / max_iters)
 
-        torch.manual_seed(hash((config.model_seed, step, rank)))  # for random masks of targets
+        torch.manual_seed(hash((config.model_seed, step, rank, 0)))  # for random masks of targets
         batch = data.batch(config, step, processes)
         # To mask targets, make them -100 here, before they are counted.
         n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # all processes' sum

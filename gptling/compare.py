@@ -15,6 +15,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -213,9 +214,9 @@ def answer(question: str, sides: list[Side], seeds: range, count_steps: Callable
             try:
                 results[side].append(train(side, seed, count_steps(side, i)))
             except (SystemExit, UserError) as error:  # a change that diverges: judge the others
-                if side is first:
+                if side is first or error.args == (128 + signal.SIGTERM,):
                     raise
-                print(error)
+                print(f"{side.name}: {error}")
                 results[side] = []
         # Reversed, so that no side is always first on a machine that slows down.
         order = [side for side in reversed(order) if may_win(results[side], results[first])]

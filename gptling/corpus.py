@@ -17,7 +17,14 @@ import tiktoken
 from tqdm import tqdm
 
 from gptling.files import UserError
-from gptling.sources import UNREADABLE, describe_unreadable, find_sources, is_json, read_pieces
+from gptling.sources import (
+    CHUNK,
+    UNREADABLE,
+    describe_unreadable,
+    find_sources,
+    is_json,
+    read_pieces,
+)
 from gptling.tokenizers import END_OF_TEXT, bytes_per_token, encode
 
 # The hash that chooses the validation text. With this salt a tenth of the quick start's text
@@ -36,31 +43,39 @@ def show_reading(pieces: Iterable) -> Iterable:
     return tqdm(pieces, "reading", unit=" pieces", leave=False, delay=1, disable=None)
 
 
+def check_is_text(n_bytes: int, n_binary: int, n_replaced: int, encoding: str):
+    """Raise ValueError for a binary file, which is text in many an encoding but UTF-8, and for a
+    text with more than a thousandth of bad bytes."""
+    if n_binary > (n_bytes / 8 if encoding == "utf-8-sig" else 0):
+        raise ValueError("a binary file")
+    if n_replaced > n_bytes / 1000:
+        raise ValueError("not UTF-8")
+
+
 def measure(pieces: Iterable[tuple[str, bool]], encoding: str, errors: str) -> tuple[array, int]:
-    """A hash and a size in bytes for each document of a file: hash, size, hash, size, ... Also the
-    number of characters that replace bad bytes. Raises ValueError for more than a thousandth of
-    these, and for a binary file, which is text in many an encoding but UTF-8."""
-    is_utf8 = encoding.startswith("utf-8")
-    n_characters = 0
+    """Return a hash and a size in bytes for each document of a file, hash, size, hash, size, ...,
+    and the number of characters that replace bad bytes. Raises ValueError: see check_is_text."""
+    signs = CONTROLS if encoding == "utf-8-sig" else b"\0"
+    n_bytes = 0
+    n_binary = 0
     n_replaced = 0
     found = array("Q")
     content = start_hash()
     size = 0
     for text, is_end in show_reading(pieces):
         raw = text.encode()
-        n_binary = len(raw) - len(raw.translate(None, CONTROLS)) if is_utf8 else raw.count(b"\0")
-        if n_binary > (len(raw) / 8 if is_utf8 else 0):
-            raise ValueError("a binary file")
-        n_characters += len(text)
+        n_bytes += len(raw)
+        n_binary += len(raw) - len(raw.translate(None, signs))
         n_replaced += text.count("\ufffd") if errors == "replace" else 0
+        if n_bytes >= CHUNK:
+            check_is_text(n_bytes, n_binary, n_replaced, encoding)
         content.update(raw)
         size += len(raw)
         if is_end:
             found.extend((int.from_bytes(content.digest()), size))
             content = start_hash()
             size = 0
-    if n_replaced > n_characters / 1000:
-        raise ValueError("not UTF-8")
+    check_is_text(n_bytes, n_binary, n_replaced, encoding)
     return found, n_replaced
 
 
@@ -148,8 +163,11 @@ class Corpus:
         why = ""
         # A bad byte spoils one line of records, or one character of a text that has few of them.
         last = "surrogateescape" if is_json(file) else "strict"
-        ways = ("utf-8-sig", "strict"), (encoding, last), ("utf-8-sig", "replace")
-        for way in ways:
+        given = "utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding
+        ways = ("utf-8-sig", "strict"), (given, last), ("utf-8-sig", "replace")
+        for way in dict.fromkeys(ways):
+            if way == ways[-1] and "binary" in why:
+                continue
             reasons = []
             try:
                 pieces = read_pieces(file, self.field, reasons, *way)
@@ -159,7 +177,7 @@ class Corpus:
                 self.sources.append((file, way, len(measured) // 2))
                 break
             except UNREADABLE as error:
-                if "binary" not in why and way != ways[-1]:  # no encoding makes it a text
+                if way != ways[-1] and "binary" not in why:  # no encoding makes it a text
                     why = describe_unreadable(error)
         else:
             reasons = [why]

@@ -21,7 +21,8 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
     copy fails or gives other logits, return the model itself and print a line on standard error.
     The two share tensors, but the copy may not follow later updates of the model: make another one.
     rows: the number of rows in the coming batch. On CUDA the copy draws one batch at a time."""
-    check_cache(model)
+    if message := check_cache(model):
+        print(message, file=sys.stderr)
     try:
         fast = faster_copy(model, compile)
         if same_logits(fast, model, rows):
@@ -33,13 +34,20 @@ def speed_up(model: nn.Module, compile=False, rows=1) -> nn.Module:
     return model
 
 
-def check_cache(model: nn.Module):
-    """If the KV cache changes the logits, as in a model with a layer that looks back and does not
-    use it, let `generate` do without, and print a line on standard error."""
-    if model.new_cache() and not same_logits(model, model, rows=1):
-        model.new_cache = list
-        message = "slower decoding: no KV cache, because a layer that looks back does not use it"
-        print(message, file=sys.stderr)
+def check_cache(model: nn.Module) -> str:
+    """Let `generate` do without the KV cache if it changes the logits, as a layer does that looks
+    back and does not use it. Return a message then, and otherwise ""."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # TF32 rounds more than is compared here
+    try:
+        if not model.new_cache() or same_logits(model, model, rows=1):
+            return ""
+    except (RuntimeError, AttributeError, TypeError):  # the layer accepts no cache
+        pass
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    model.new_cache = list
+    return "slower decoding: no KV cache, because a layer that looks back does not use it"
 
 
 def faster_copy(model: nn.Module, compile: bool) -> nn.Module:

@@ -128,11 +128,14 @@ class Processes:
         if self.world_size == 1 or self.sharded:
             return
         tensors = [*model.parameters(), *model.buffers()]
-        total = sum(tensor.detach().double().nan_to_num(0, 0, 0).sum() for tensor in tensors)
+        finite = (tensor.detach().nan_to_num(0, 0, 0) for tensor in tensors)
+        total = sum(tensor.sum(dtype=torch.float64) for tensor in finite)
         bounds = torch.stack([total, -total])
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         if bounds.sum():
-            raise UserError("the processes have different weights: do the same in all of them")
+            raise UserError(
+                "the processes have different weights or buffers: do the same in all of them"
+            )
 
     def full_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model with whole parameters, for the first process. All call it."""

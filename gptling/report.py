@@ -223,7 +223,8 @@ class Report:
         idx = torch.tensor([prompt], device=model.valid_tokens.device)
         generator = torch.Generator(idx.device).manual_seed(seed)
         with eval_mode(model):
-            check_cache(model)
+            if message := check_cache(model):
+                self.say(message)
             tokens = model.generate(idx, 80, temperature=0.8, top_k=200, generator=generator)
             drawn = [token.item() for token in tokens]
         words = f"{decode(prompt)} | {decode(drawn)}".split()

@@ -69,11 +69,13 @@ def check_files(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def delete_checkpoint(checkpoint: Path, newest: Path):
-    """Delete a checkpoint, unless you have put a file into it, which the newest one lacks. If that
-    fails, print it."""
-    own = {file.name for file in newest.iterdir()}
-    if any(file.name not in own and file.name[0] != "." for file in checkpoint.iterdir()):
+def delete_checkpoint(checkpoint: Path, other: Path):
+    """Delete a checkpoint, unless you have put a file into it, which the other one lacks. If it
+    stays, print why."""
+    own = {file.name for file in other.iterdir()}
+    others = [file for file in checkpoint.iterdir() if file.name not in own]
+    if yours := [file for file in others if file.name[0] != "."]:
+        print(f"an old checkpoint was not deleted, because it has {yours[0]}")
         return
     try:  # hidden first, so that a crash leaves no half of a checkpoint
         shutil.rmtree(checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.deleting")))
@@ -184,10 +186,13 @@ class RunDirectory:
             best = last if was_stopped else best_of(checkpoints)
             copy = shutil.copy(last / "training_state.pt", best / ".training_state.pt")
             Path(copy).replace(best / "training_state.pt")  # so that no one continues from the best
+            n = len(list_teachers(self.path)) + 1
             for path in checkpoints:
                 if path != best:
-                    delete_checkpoint(path, newest=last)
-            best.rename(self.path / f"teacher-{len(list_teachers(self.path)) + 1}")
+                    delete_checkpoint(path, best)
+                    if path.exists():  # it is none of the next model's
+                        path.rename(self.path / f"model-{n}-{path.name}")
+            best.rename(self.path / f"teacher-{n}")
         self.processes.wrapped = None  # frees its memory
         self.processes.barrier()
 
@@ -205,8 +210,11 @@ class RunDirectory:
     def write_settings(self, state):
         """Write config.toml. As a preset, it begins with the first of several models again."""
         text = f"{HEADER} Edits have no effect on --resume, which has flags.\n"
-        several = state.config.models_before > 0
-        last_models = {"teacher", "teacher_share", "max_iters"} if several else set()
+        last_models = set()  # settings of the last model alone
+        if state.config.models_before:
+            last_models = {"teacher", "teacher_share"}
+            if state.config.minutes:
+                last_models.add("max_iters")
         for name, value in state.configuration().items():
             if value is not None and name not in last_models:  # TOML's strings are JSON's
                 text += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
@@ -231,7 +239,8 @@ class RunDirectory:
             why_not_gpt2 = save_model(model, new, data.tokenizer_json)
             (new / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")
             for name, text in state.sources.items():  # the weights load into this model.py alone
-                (new / name).write_bytes(text)
+                if not name.endswith("/"):  # the package
+                    (new / name).write_bytes(text)
         self.write_settings(state)  # max_iters may have changed
         checkpoints = list_checkpoints(self.path)
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
@@ -242,4 +251,4 @@ class RunDirectory:
             print(f"no old checkpoint was deleted: {error}")
             return
         for path in set(checkpoints[: -state.config.keep_last]) - best:
-            delete_checkpoint(path, newest=checkpoints[-1])
+            delete_checkpoint(path, checkpoints[-1])

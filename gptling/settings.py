@@ -133,7 +133,7 @@ def models(config, start: Start, model_class: type, processes):
         start = Start(start.run, start.sources, progress=start.progress)
         kind = "learns from those before it" if following.teacher else "has another seed"
         print(f"\nModel {following.models_before + 1} of this run {kind}.")
-        print(f"The one before is {list_teachers(path)[-1]}. Its other checkpoints are deleted.")
+        print(f"The model before it is kept as {list_teachers(path)[-1]}.")
         yield following, start
         following = start.following
 

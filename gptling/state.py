@@ -82,8 +82,6 @@ class State:
         self.things = things
         self.progress = Progress(config.max_iters)
         self.sources = sources
-        package = sorted(Path(__file__).parent.glob("*.py"))
-        self.package = b"".join(file.read_bytes() for file in package)
         self.first_groups = self.groups()
 
     def groups(self) -> list[list[dict]]:
@@ -98,8 +96,7 @@ class State:
 
     def code(self) -> dict[str, Any]:
         """Return the sha256 of each source, and the names of the optimizers' classes."""
-        texts = self.sources | {"gptling/": self.package}
-        hashes = {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
+        hashes = {name: hashlib.sha256(text).hexdigest() for name, text in self.sources.items()}
         return hashes | {"optimizers": [type(optimizer).__name__ for optimizer in self.optimizers]}
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,11 +131,13 @@ class State:
 
 
 def read_sources(*classes: type) -> dict[str, bytes]:
-    """Return the source files of classes by their names. Read them before a long plan is made, or
-    an edit in the meantime is taken for the code that runs."""
+    """Return the source files of classes by their names, and those of the package as one text. Read
+    them before a long plan is made, or an edit in the meantime is taken for the code that runs."""
     files = [Path(getattr(sys.modules[cls.__module__], "__file__", "")) for cls in classes]
     # A script that Python reads from a pipe, or exec() runs, has no file.
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
+    sources = {file.name: file.read_bytes() for file in files if file.is_file()}
+    package = sorted(Path(__file__).parent.glob("*.py"))
+    return sources | {"gptling/": b"".join(file.read_bytes() for file in package)}
 
 
 def check_optimizers(model: torch.nn.Module, optimizers: list):

@@ -49,11 +49,11 @@ def fingerprints(config) -> bytes:
 def can_teach(model) -> bool:
     """Return whether models of this class can teach each other: GPT.forward is GPT.logits of
     GPT.hidden, and the targets of GPT.losses may be probabilities. An edit may change both."""
-    T = min(8, model.config.block_size)
+    T = model.config.block_size
     idx = torch.arange(T, device=model.valid_tokens.device)[None] % model.config.vocab_size
     with eval_mode(model):
-        logits = model(idx)[0]
         try:
+            logits = model(idx)[0]
             model.losses(logits[0], logits[0].softmax(-1))
             return torch.allclose(logits, model.logits(model.hidden(idx)), atol=1e-4)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
@@ -73,8 +73,8 @@ def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.M
             )
         if not can_teach(teacher):
             raise UserError(
-                f"--teacher={path}: GPT.forward has to be GPT.logits of GPT.hidden, "
-                "and the targets of GPT.losses may be probabilities"
+                f"--teacher={path} cannot teach: GPT.forward has to return GPT.logits of "
+                "GPT.hidden, and GPT.losses has to accept probabilities as targets"
             )
         teacher.eval()
         if processes.device == "cpu":

@@ -191,7 +191,7 @@ def run_blocks(page, directory):
 def test_blocks_print_the_text_below_them(page, tmp_path):
     assert blocks(page, "python", PRINTED)
     child = start(run_blocks, page, tmp_path)
-    child.join()
+    child.join(120)
     assert child.exitcode == 0, (tmp_path / "errors").read_text()
 
 

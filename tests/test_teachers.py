@@ -131,11 +131,13 @@ def test_time_that_one_model_cannot_use_is_for_another(minutes, seconds, before,
 @pytest.mark.parametrize("evaluated, kept", [(True, 5), (False, 10)])
 def test_the_best_of_a_model_is_kept_as_a_teacher_that_has_ended(evaluated, kept, tmp_path):
     """Also if a kill comes before the next model's first checkpoint. The last one is kept if the
-    run was stopped in its evaluation."""
+    run was stopped in its evaluation. One with your file is no checkpoint of the next model."""
     save = saver(tmp_path)
     for step, metrics in ((5, {"val_loss": 1.0}), (10, {"val_loss": 2.0} if evaluated else {})):
         save({"step": step} | metrics)
+        (tmp_path / f"checkpoint-{step}/{step}.gguf").touch()
     RunDirectory(tmp_path, one_process()).keep_teacher()
+    assert (tmp_path / f"model-1-checkpoint-{15 - kept}/{15 - kept}.gguf").exists()
     (teacher,) = list_models(tmp_path)
     assert teacher.name == "teacher-1" and read_metrics(teacher)["step"] == kept
     assert load_training_state(teacher)["progress"]["step"] == 10
