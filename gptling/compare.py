@@ -195,11 +195,8 @@ def verdict(runs: list[dict], first: list[dict]) -> str:
 
 
 def may_win(runs: list[dict], first: list[dict]) -> bool:
-    """Say whether a side can still be better: it has not failed, and it is not worse after these
-    seeds, or its steps are faster. A look after each seed calls more sides worse by chance, but
-    none better."""
-    if not runs:
-        return False
+    """Say whether a side can still be better: it is not worse after these seeds, or its steps are
+    faster. A look after each seed calls more sides worse by chance, but none better."""
     is_faster = sum(run["ms"] for run in runs) < sum(run["ms"] for run in first)
     return is_faster or not verdict(runs, first).startswith("worse")
 
@@ -219,7 +216,8 @@ def answer(question: str, sides: list[Side], seeds: range, count_steps: Callable
                 print(f"{side.name}: {error}")
                 results[side] = []
         # Reversed, so that no side is always first on a machine that slows down.
-        order = [side for side in reversed(order) if may_win(results[side], results[first])]
+        left = [side for side in reversed(order) if results[side]]  # the others have failed
+        order = [side for side in left if may_win(results[side], results[first])]
         if order == [first]:
             break
     for side, runs in results.items():

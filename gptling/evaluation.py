@@ -51,12 +51,13 @@ def check_finite(loss: torch.Tensor, norm: torch.Tensor, scaler, step: int, conf
 @contextmanager
 def eval_mode(model: torch.nn.Module):
     """Within this context, the model is in eval mode, and nothing has a gradient."""
+    was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train()
+        model.train(was_training)
         if hasattr(model, "reshard"):  # FSDP keeps gathered weights, which the next step would use
             model.reshard()
 

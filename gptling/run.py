@@ -190,7 +190,7 @@ class RunDirectory:
             for path in checkpoints:
                 if path != best:
                     delete_checkpoint(path, best)
-                    if path.exists():  # it is none of the next model's
+                    with suppress(OSError):  # if it stays, it is none of the next model's
                         path.rename(self.path / f"model-{n}-{path.name}")
             best.rename(self.path / f"teacher-{n}")
         self.processes.wrapped = None  # frees its memory

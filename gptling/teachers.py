@@ -49,7 +49,7 @@ def fingerprints(config) -> bytes:
 def can_teach(model) -> bool:
     """Return whether models of this class can teach each other: GPT.forward is GPT.logits of
     GPT.hidden, and the targets of GPT.losses may be probabilities. An edit may change both."""
-    T = model.config.block_size
+    T = min(16, model.config.block_size)  # a few, because their logits need memory
     idx = torch.arange(T, device=model.valid_tokens.device)[None] % model.config.vocab_size
     with eval_mode(model):
         try:
@@ -76,7 +76,6 @@ def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.M
                 f"--teacher={path} cannot teach: GPT.forward has to return GPT.logits of "
                 "GPT.hidden, and GPT.losses has to accept probabilities as targets"
             )
-        teacher.eval()
         if processes.device == "cpu":
             devices.use_cpu_kernels(teacher)
         teachers.append(teacher.to(processes.device).requires_grad_(False))

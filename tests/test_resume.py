@@ -345,10 +345,10 @@ def test_code_that_is_not_the_runs_is_named_and_another_optimizer_starts_without
     State(small(), model, same, sources).load_state_dict(saved)
     assert capsys.readouterr().out == "" and all(optimizer.state for optimizer in same)
     assert [g["weight_decay"] for o in same for g in o.param_groups] == [0.3, 0.0, 0.3]
-    saved["code"] |= {"train.py": "another", "model.py": "another"}
+    saved["code"] |= {"train.py": "another", "model.py": "another", "gptling/": "another"}
     other = Optimizer(model.parameters())
     State(small(), model, [other], sources).load_state_dict(saved)
-    changed = "changed since that checkpoint: train.py, model.py, optimizers\n"
+    changed = "changed since that checkpoint: train.py, model.py, gptling/, optimizers\n"
     assert capsys.readouterr().out == changed and not other.state
 
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import tomllib
 from functools import partial
 
 import pytest
@@ -209,6 +210,8 @@ def test_a_run_of_several_models_loses_nothing_when_it_is_killed(here):
     assert find_checkpoint(runs[1]) == min(losses, key=losses.get)
     output_of(script, *flags, cwd=here)
     assert_equal_runs(*runs, 24)
+    preset = tomllib.loads((runs[1] / "config.toml").read_text())  # of the first model
+    assert preset.keys().isdisjoint({"teacher", "teacher_share", "max_iters"})
     assert [entry["step"] for entry in read_log(runs[0])][-1] == 12 + 12 + 12 + 24
     for n in (1, 2, 3):
         name = f"teacher-{n}/model.safetensors"
