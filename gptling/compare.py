@@ -8,7 +8,6 @@ Presets and flags after -- are for train.py on all sides. A patch may add its ow
 "# flags:", and flags for prepare.py in a line "# prepare:". Finished runs are kept. All answers are
 in out/compare/verdicts.tsv: the date, the side, the base's commit, the seeds, the answer."""
 
-import functools
 import hashlib
 import os
 import platform
@@ -40,6 +39,7 @@ print(load_config(train.TrainConfig, "", presets=True)[0].max_iters or 500)
 """
 # Two-sided 95 % quantiles of Student's t (1908), for 1 to 9 degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+GIT = ("git", "--work-tree=.")  # the project alone, which may be a folder of a repository
 # A version of the code in out/compare/NAME: git's hash of its files, and flags for its train.py.
 Side = namedtuple("Side", "name tree flags")
 
@@ -68,29 +68,16 @@ def execute(*command: str | Path) -> str:
     return output.rpartition("\n")[2]
 
 
-@functools.cache
-def prefix() -> str:
-    """Return the place of the project in its repository: "", or a folder such as "llm/"."""
-    return execute("git", "rev-parse", "--show-prefix")
-
-
-def code_of(side: str) -> Path:
-    """Return the folder with the code of a side."""
-    return OUT / side / prefix()
-
-
 def make_side(name: str, flags: list[str], prepare: list[str]) -> Side:
     """Write the files in git's index to out/compare/NAME, and prepare the data of this side."""
     folder = OUT / name
     shutil.rmtree(folder, ignore_errors=True)
-    execute("git", "checkout-index", "--all", f"--prefix={folder.resolve()}/")
+    execute(*GIT, "checkout-index", "--all", f"--prefix={folder}/")
     if prepare:
         data = f"compare-{name}"
-        execute(
-            sys.executable, code_of(name) / "prepare.py", *prepare, f"--name={data}", "--overwrite"
-        )
+        execute(sys.executable, folder / "prepare.py", *prepare, f"--name={data}", "--overwrite")
         flags = [*flags, f"--dataset={data}"]
-    return Side(name, execute("git", "write-tree", f"--prefix={prefix()}"), tuple(flags))
+    return Side(name, execute("git", "write-tree"), tuple(flags))
 
 
 def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -> list[Side]:
@@ -102,10 +89,10 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
     for patch in patches:
         if Path(patch).is_dir():
             raise UserError(f"{patch} is not a patch: to compare two runs, see docs/comparing.md")
-    execute("git", "read-tree", "HEAD")
+    execute("git", "read-tree", "HEAD:./")
     sides = [] if patches else [make_side("last-commit", flags, prepare)]
-    execute("git", "add", "--update")
-    execute("git", "add", "*.py", "*.toml")  # new code, but not your texts
+    execute(*GIT, "add", "--update")
+    execute(*GIT, "add", "*.py", "*.toml")  # new code, but not your texts
     sides.append(make_side("working-tree", flags, prepare))
     if not patches and sides[0].tree == sides[1].tree:
         raise UserError("nothing has changed since the last commit: edit model.py or train.py")
@@ -113,15 +100,15 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
         own = dict(re.findall(r"^# (flags|prepare):(.*)$", patch.read_text("utf-8"), re.M))
         own_flags = own.get("flags", "").split()
         own_prepare = own.get("prepare", "").split()
-        execute("git", "apply", "--cached", f"--directory={prefix()}", patch)
+        execute(*GIT, "apply", "--cached", patch)
         sides.append(make_side(patch.stem, flags + own_flags, prepare + own_prepare))
-        execute("git", "apply", "--cached", "--reverse", f"--directory={prefix()}", patch)
+        execute(*GIT, "apply", "--cached", "--reverse", patch)
     return sides
 
 
 def count_steps(side: Side) -> int:
     """Return --max_iters in the flags and presets of a side, or 500. Its own code reads them."""
-    script = code_of(side.name) / "count_steps.py"
+    script = OUT / side.name / "count_steps.py"
     script.write_text(COUNT_STEPS)
     return int(execute(sys.executable, script, *side.flags))
 
@@ -146,7 +133,7 @@ def train(side: Side, seed: int, steps: int) -> dict:
         print(f"seed {seed}: {side.name}, {steps} steps, logged in {log}")
         shutil.rmtree(run, ignore_errors=True)
         flags += [f"--out_dir={run}", "--curves=False"]
-        execute(sys.executable, code_of(side.name) / "train.py", *flags)
+        execute(sys.executable, OUT / side.name / "train.py", *flags)
         last = read_log(log)[-1]
         if last.get("bits_per_byte") is None:
             raise UserError(f"{side.name}: its last evaluation failed, train it alone to see why")
