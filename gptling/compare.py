@@ -14,11 +14,9 @@ import platform
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-from collections import namedtuple
-from collections.abc import Callable
+from collections import defaultdict, namedtuple
 from dataclasses import dataclass
 from datetime import date
 from glob import glob
@@ -46,7 +44,7 @@ Side = namedtuple("Side", "name tree flags")
 
 @dataclass
 class CompareConfig:
-    patches: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()  # patch files, each a side
+    patches: tyro.conf.Positional[Empty[tuple[Path, ...]]] = ()  # patch files, each a side
     seeds: PositiveInt = 3  # random seeds per side. Two hardly ever show a difference
     first_seed: int = 1  # the first of these seeds, which follow each other
     prepare: Empty[str] = ""  # arguments of prepare.py for each side: "my.txt --tokenizer=bpe"
@@ -55,16 +53,20 @@ class CompareConfig:
         check_numbers(self)
 
 
+class ProgramFailed(SystemExit):
+    """A program's command and lines, which Python prints if nobody catches this."""
+
+
 def execute(*command: str | Path) -> str:
-    """Run a program and return the last line that it prints. If it fails, exit with all its lines.
-    git works on an index in out/compare: yours stays unchanged."""
+    """Run a program and return the last line that it prints. Raises ProgramFailed with all
+    of them. git works on an index in out/compare: yours stays unchanged."""
     env = os.environ | {"GIT_INDEX_FILE": str(OUT.resolve() / ".index")}
     process = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", env=env
     )
     output = process.stdout.strip()
     if process.returncode:
-        sys.exit(f"{shlex.join(map(str, command))}:\n{output}")
+        raise ProgramFailed(f"{shlex.join(map(str, command))}:\n{output}")
     return output.rpartition("\n")[2]
 
 
@@ -80,15 +82,9 @@ def make_side(name: str, flags: list[str], prepare: list[str]) -> Side:
     return Side(name, execute("git", "write-tree"), tuple(flags))
 
 
-def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -> list[Side]:
+def make_sides(patches: tuple[Path, ...], flags: list[str], prepare: list[str]) -> list[Side]:
     """Return the sides. The first is compared with each of the others. Raises UserError for two
     patches of one name, since the name is a side's folder."""
-    names = [Path(patch).stem for patch in patches]
-    if len({*names, "working-tree"}) <= len(names):
-        raise UserError(f"the names of the patches have to differ: {', '.join(names)}")
-    for patch in patches:
-        if Path(patch).is_dir():
-            raise UserError(f"{patch} is not a patch: to compare two runs, see docs/comparing.md")
     execute("git", "read-tree", "HEAD:./")
     sides = [] if patches else [make_side("last-commit", flags, prepare)]
     execute(*GIT, "add", "--update")
@@ -96,12 +92,17 @@ def make_sides(patches: tuple[str, ...], flags: list[str], prepare: list[str]) -
     sides.append(make_side("working-tree", flags, prepare))
     if not patches and sides[0].tree == sides[1].tree:
         raise UserError("nothing has changed since the last commit: edit model.py or train.py")
-    for patch in map(Path, patches):
-        own = dict(re.findall(r"^# (flags|prepare):(.*)$", patch.read_text("utf-8"), re.M))
-        own_flags = own.get("flags", "").split()
-        own_prepare = own.get("prepare", "").split()
+    for patch in patches:
+        if patch.is_dir():
+            raise UserError(f"{patch} is not a patch: to compare two runs, see docs/comparing.md")
+        if patch.stem in [side.name for side in sides]:
+            raise UserError(f"{patch}: another side has this name, so give the file another one")
+        lines = re.findall(r"^# (flags|prepare):(.*)$", patch.read_text("utf-8"), re.M)
+        own = defaultdict(str, lines)
+        own_flags = flags + own["flags"].split()
+        own_prepare = prepare + own["prepare"].split()
         execute(*GIT, "apply", "--cached", patch)
-        sides.append(make_side(patch.stem, flags + own_flags, prepare + own_prepare))
+        sides.append(make_side(patch.stem, own_flags, own_prepare))
         execute(*GIT, "apply", "--cached", "--reverse", patch)
     return sides
 
@@ -118,14 +119,14 @@ def train(side: Side, seed: int, steps: int) -> dict:
     The log is kept, and read again if the code, the flags, the presets, all prepared data and the
     machine are the same."""
     flags = [*side.flags, f"--max_iters={steps}", f"--seed={seed}", "--eval_tokens=0"]
-    files = [*filter(os.path.isfile, flags), *sorted(glob("data/*/meta.json"))]
-    for flag in flags:  # a run after --init_from or --teacher: other weights have other losses
-        for path in filter(None, flag.rpartition("=")[2].split(",")):
-            files += sorted(glob(f"{path}/**/metrics.json", recursive=True))
-    contents = [Path(file).read_bytes() for file in files]
-    threads = os.environ.get("OMP_NUM_THREADS"), os.cpu_count()
-    machine = version("torch"), sys.version, platform.processor(), threads
-    key = repr((side.tree, flags, contents, machine)).encode()
+    files = [*filter(os.path.isfile, flags), *glob("data/*/meta.json")]
+    # A run after --init_from or --teacher: other weights have other losses.
+    for path in re.findall(r"[^=,\n]+", "\n".join(flags)):
+        files += glob(f"{path}/**/metrics.json", recursive=True)
+    contents = [Path(file).read_bytes() for file in sorted(files)]
+    machine = version("torch"), sys.version, platform.processor(), os.cpu_count()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    key = repr((side.tree, flags, contents, machine, threads)).encode()
     finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
     if not finished.exists():
         run = OUT / side.name / "run"
@@ -155,7 +156,7 @@ def judge(differences: list[float]) -> str:
     difference = mean(differences)
     if n == 1:
         return f"{difference:+.4f} bits per byte with one seed, which cannot say if that is luck"
-    quantile = T_QUANTILES[: n - 1][-1]  # the last one is too high for more seeds
+    quantile = T_QUANTILES[min(n, 10) - 2]  # the last one is too high for more seeds
     half = quantile * stdev(differences) / n**0.5
     size = abs(difference)
     if size <= half:
@@ -165,8 +166,7 @@ def judge(differences: list[float]) -> str:
             "negative is better)"
         )
     word = "better" if difference < 0 else "worse"
-    interval = f"{size - half:.4f} to {size + half:.4f}"
-    return f"{word} by {size:.4f} bits per byte ({interval}, {n} seeds)"
+    return f"{word} by {size:.4f} bits per byte ({size - half:.4f} to {size + half:.4f}, {n} seeds)"
 
 
 def verdict(runs: list[dict], first: list[dict]) -> str:
@@ -182,29 +182,36 @@ def verdict(runs: list[dict], first: list[dict]) -> str:
 
 
 def may_win(runs: list[dict], first: list[dict]) -> bool:
-    """Say whether a side can still be better: it is not worse after these seeds, or its steps are
-    faster. A look after each seed calls more sides worse by chance, but none better."""
+    """Say whether a side can still be better: it has not failed, and it is not worse after these
+    seeds, or its steps are faster. A look after each seed calls more sides worse by chance, but
+    none better."""
+    if not runs:
+        return False
     is_faster = sum(run["ms"] for run in runs) < sum(run["ms"] for run in first)
     return is_faster or not verdict(runs, first).startswith("worse")
 
 
-def answer(question: str, sides: list[Side], seeds: range, count_steps: Callable) -> dict:
-    """Train each side with the seeds while it may win. Print its mean loss, and how it compares
-    with the first side. Return {side: [result of each seed]}. count_steps(side, i): see main."""
+def answer(sides: list[Side], seeds: range, n_steps: int, same_time: bool) -> list[Side]:
+    """Train each side with the seeds while it may win: n_steps, or in the first side's time for
+    them. Print its mean loss, and how it compares with the first. Return those with all seeds."""
+    question = f"in the time of {n_steps} steps" if same_time else f"after {n_steps} steps"
     first, *others = order = sides
     results = {side: [] for side in sides}
-    for i, seed in enumerate(seeds):
+    for seed in seeds:
         for side in order:
             try:
-                results[side].append(train(side, seed, count_steps(side, i)))
-            except (SystemExit, UserError) as error:  # a change that diverges: judge the others
-                if side is first or error.args == (128 + signal.SIGTERM,):
+                steps = n_steps
+                if same_time:  # a ratio of each seed, so that the interval covers their spread
+                    ms = train(side, seed, n_steps)["ms"]
+                    steps = round(n_steps * train(first, seed, n_steps)["ms"] / ms)
+                results[side].append(train(side, seed, steps))
+            except (ProgramFailed, UserError) as error:  # one that diverges: judge the others
+                if side is first:
                     raise
                 print(f"{side.name}: {error}")
                 results[side] = []
         # Reversed, so that no side is always first on a machine that slows down.
-        left = [side for side in reversed(order) if results[side]]  # the others have failed
-        order = [side for side in left if may_win(results[side], results[first])]
+        order = [side for side in reversed(order) if may_win(results[side], results[first])]
         if order == [first]:
             break
     for side, runs in results.items():
@@ -223,7 +230,7 @@ def answer(question: str, sides: list[Side], seeds: range, count_steps: Callable
         print(line)
         with (OUT / "verdicts.tsv").open("a", encoding="utf-8") as file:
             print(date.today(), other.name, commit, len(runs), line, sep="\t", file=file)
-    return results
+    return [side for side in sides if len(results[side]) == len(seeds)]
 
 
 def main():
@@ -234,21 +241,14 @@ def main():
     OUT.mkdir(parents=True, exist_ok=True)
     _lock = lock_directory(OUT)  # the lock is held until this process ends
     sides = make_sides(config.patches, flags, shlex.split(config.prepare))
-    first = sides[0]
-    n_steps = count_steps(first)
+    n_steps = count_steps(sides[0])
     seeds = range(config.first_seed, config.first_seed + config.seeds)
     n_runs = len(seeds) * (2 * len(sides) - 1)  # the first side's runs serve both questions
-    minutes = n_runs * train(first, seeds[0], n_steps)["seconds"] / 60
+    minutes = n_runs * train(sides[0], seeds[0], n_steps)["seconds"] / 60
     print(f"At most {n_runs} runs, {minutes:.0f} min. After Ctrl-C the same command continues.")
-    results = answer(f"after {n_steps} steps", sides, seeds, lambda side, i: n_steps)
-
-    def steps_in_the_same_time(side: Side, i: int) -> int:
-        """Each seed has its own ratio of times, so that the interval covers their spread."""
-        return round(n_steps * results[first][i]["ms"] / results[side][i]["ms"])
-
-    left = [side for side in sides if len(results[side]) == len(seeds)]
+    left = answer(sides, seeds, n_steps, same_time=False)
     if len(left) > 1:
-        answer(f"in the time of {n_steps} steps", left, seeds, steps_in_the_same_time)
+        answer(left, seeds, n_steps, same_time=True)
 
 
 if __name__ == "__main__":

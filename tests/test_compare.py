@@ -309,7 +309,7 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_lines(r
     assert not list(compare.OUT.glob("*.jsonl")), "that run is kept"
     patch.write_text(patch.read_text().replace("-import math", "-import maths"))
     assert "patch failed: model.py" in run_compare(str(patch), "--", *FLAGS)[0]
-    with pytest.raises(SystemExit, match="ValueError: mine"):
+    with pytest.raises(compare.ProgramFailed, match="ValueError: mine"):
         compare.execute(sys.executable, "-c", "raise ValueError('mine')")
 
 
@@ -318,7 +318,9 @@ def test_a_side_that_fails_does_not_end_the_others(run_compare):
     bad.write_text("# flags: --log_interval=3\n" + good.read_text())
 
     def fake(side, seed, steps):
-        return sys.exit("the loss is nan") if side == "bad" else (2.0, 1.0)
+        if side == "bad":
+            raise compare.ProgramFailed("the loss is nan")
+        return 2.0, 1.0
 
     code, printed, _ = run_compare("out/bad.patch", str(good), "--seeds=2", "--", *FLAGS, fake=fake)
     assert code == 0 and printed.out.count("the loss is nan") == 1

@@ -66,7 +66,7 @@ def test_commands_have_flags_presets_and_patches_that_exist(page, words, monkeyp
     end = words.index("--")  # of compare's own flags
     config, _ = load_config(SCRIPTS[script], "", words[:end], presets=script == "train.py")
     if script == "gptling.compare":
-        assert all(list(ROOT.glob(patch)) for patch in config.patches)
+        assert all(list(ROOT.glob(str(patch))) for patch in config.patches)
         load_config(TrainConfig, "", words[end + 1 : -1], presets=True)
 
 
