@@ -6,6 +6,7 @@ https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ class RecordAttention(TorchFunctionMode):
         super().__init__()
         self.weights = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args, kwargs=None):
         if func is F.scaled_dot_product_attention:
             self.record(*args, **kwargs or {})
         return func(*args, **kwargs or {})
@@ -42,15 +43,17 @@ class RecordAttention(TorchFunctionMode):
         one_hot = torch.eye(key.size(-2), dtype=key.dtype)  # (S, S)
         value = one_hot.expand(*key.shape[:-1], -1)  # (1, nh, S, S)
         y = F.scaled_dot_product_attention(query, key, value, *more, **options)
-        self.weights.append(y.nan_to_num().flatten(0, -3))
+        self.weights.append(y.flatten(0, -3))
 
 
 def run_and_record(model: torch.nn.Module, idx: torch.Tensor):
     """Return the logits (T, V) of one text idx (1, T), the weights (n, nh, T, T) of the n calls of
-    PyTorch's attention that the model makes, and what each block and ln_f are given, (1, T, C)
-    each, unless the model lacks h or ln_f. Raises UserError for what a page cannot show."""
-    layers = [*model.h, model.ln_f] if hasattr(model, "h") and hasattr(model, "ln_f") else []
-    inputs = []
+    PyTorch's attention that the model makes, and the logit lens (n_layer + 1, T, V): the logits
+    that x would have after the embeddings and after each block if ln_f came next. The last must be
+    the model's own. An edited model.py may compute them otherwise: then the lens is []. Raises
+    UserError for attention that a page cannot show."""
+    layers = [*getattr(model, "h", []), getattr(model, "ln_f", None)]
+    inputs = []  # x (1, T, C) before each of them
 
     def keep(layer, arguments):
         if layer in layers:
@@ -65,31 +68,27 @@ def run_and_record(model: torch.nn.Module, idx: torch.Tensor):
             "--explain: model.py must call F.scaled_dot_product_attention "
             f"of all {T} tokens to themselves and earlier ones"
         )
-    return logits[0], torch.stack(attention.weights), inputs
+    weights = torch.stack(attention.weights)
+    if [x.size(1) for x in inputs] == (model.config.n_layer + 1) * [T]:
+        lens = model.logits(model.ln_f(torch.cat(inputs)))
+        if torch.allclose(lens[-1:], logits, atol=1e-4):
+            return logits[0], weights, lens
+    return logits[0], weights, []
 
 
-def logits_of_layers(model: torch.nn.Module, inputs: list, logits: torch.Tensor) -> list:
-    """Return the logits (T, V) that each x of `inputs` would have if ln_f came next (the logit
-    lens): after the embeddings, and after each block. The last must be the model's own, `logits`.
-    The list is empty if an edited model.py computes other logits, or if `inputs` is empty."""
-    lens = [model.logits(model.ln_f(x))[0] for x in inputs]
-    shapes = [x.shape for x in lens]
-    if not lens or shapes != (len(model.h) + 1) * [logits.shape]:
-        return []
-    return lens if torch.allclose(lens[-1], logits, atol=1e-4) else []
-
-
-def predictions(logits: torch.Tensor, tokens: list[int], n: int, label) -> list:
+def predictions(model, decode: Callable, logits: torch.Tensor, tokens: list[int], n: int) -> list:
     """Return what logits (T, V) say of each token but the first: its probability, its rank, and the
     n likeliest in its place, [label, probability, whether it is the token]."""
     places = []
+    logits = logits.masked_fill(~model.valid_tokens, -torch.inf)
     probs = logits[:-1].softmax(dim=-1)
+    n = min(n, int(model.valid_tokens.sum()))
     for row, token in zip(probs, tokens[1:], strict=True):
         likeliest = row.topk(n).indices.tolist()
-        entries = [[label(i), row[i].item(), i == token] for i in likeliest]
-        its_own = row[token]
+        entries = [[visible(decode(i)), row[i].item(), i == token] for i in likeliest]
+        its_own = row[token].item()
         n_better = (row > its_own).sum().item()
-        places.append([its_own.item(), 1 + n_better, entries])
+        places.append([its_own, 1 + n_better, entries])
     return places
 
 
@@ -100,30 +99,20 @@ def explain(model: torch.nn.Module, tokenizer, ids: list[int], n_prompt: int) ->
     attention: base64 of 65535 times the lower triangles of the weights in uint16."""
     shown = ids[: min(256, model.config.block_size)]
     T = len(shown)
-    idx = torch.tensor([shown])
-    logits, weights, inputs = run_and_record(model, idx)
-
-    def label(token: int) -> str:
-        return visible(tokenizer.decode_single_token_bytes(token))
-
-    def predict(logits, n):
-        logits = logits.masked_fill(~model.valid_tokens, float("-inf"))
-        return predictions(logits, shown, n, label)
-
+    logits, weights, lens = run_and_record(model, torch.tensor([shown]))
+    decode = tokenizer.decode_single_token_bytes
     triangles = weights[:, :, *torch.tril_indices(T, T)]  # (n_layer, nh, T (T + 1) / 2)
-    codes = (65535 * triangles).round()
-    attention = codes.numpy().astype("<u2").tobytes()
-    n_likeliest = min(10, int(model.valid_tokens.sum()))
+    codes = (65535 * triangles).round().numpy().astype("<u2")
     return {
         "call": "layer" if len(weights) == model.config.n_layer else "attention call",
-        "n_layer": weights.size(0),
+        "n_layer": len(weights),
         "n_head": weights.size(1),
         "n_prompt": min(n_prompt, T),
         "omitted": len(ids) - T,
-        "tokens": [label(token) for token in shown],
-        "places": predict(logits, n_likeliest),
-        "lens": [predict(x, 1) for x in logits_of_layers(model, inputs, logits)],
-        "attention": base64.b64encode(attention).decode(),
+        "tokens": [visible(decode(token)) for token in shown],
+        "places": predictions(model, decode, logits, shown, 10),
+        "lens": [predictions(model, decode, x, shown, 1) for x in lens],
+        "attention": base64.b64encode(codes).decode(),
     }
 
 
@@ -131,4 +120,4 @@ def write_page(path: Path, data: dict):
     """Write what explain returns as HTML, whole or not at all."""
     text = json.dumps(data).replace("<", "\\u003c")  # so that no token ends the script element
     template = Path(__file__).with_name("explain_template.html").read_text(encoding="utf-8")
-    replace(path, template.replace("__DATA__</script>", f"{text}</script>").encode())
+    replace(path, template.replace("__DATA__", text).encode())
