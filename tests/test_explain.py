@@ -2,7 +2,6 @@
 
 import base64
 import json
-import re
 import shutil
 
 import numpy as np
@@ -24,14 +23,15 @@ BYTES = build_tokenizer("byte", end_of_text=False)
 PROMPT = "1 gr"
 CLOSE = {"rtol": 0, "atol": 0.5 / 65535 + 1e-6}  # a weight is stored in steps of 1 / 65535
 IMAGE = "<img src=x onerror='window.hacked = 1'>"
-HOSTILE = ["</script><script>window.hacked = 1</script>", IMAGE, "__DATA__</script>"]
-HOSTILE += ["\u2028\u202e&lt;"]
+SCRIPT = "</script><script>window.hacked = 1</script>"
+HOSTILE = [SCRIPT, IMAGE, "__DATA__</script>", "__DATA__", "\u2028\u202e&lt;"]
 
 
 def read_data(page):
-    """The JSON in a page."""
-    html = page.read_text(encoding="utf-8")
-    return json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])
+    """The JSON in a page, which no text in it can end."""
+    written = page.read_text("utf-8").partition('id="data">')[2].partition("</script>")[0]
+    assert "<" not in written
+    return json.loads(written)
 
 
 def read_weights(data):
@@ -66,14 +66,14 @@ def explained(trained, tmp_path_factory):
     common = ["out/mine", "--prompt", PROMPT, "--max_new_tokens=11", "--dtype=float32"]
     text = output_of("sample.py", *common, "--explain", page, cwd=trained)
     path = trained / "out/mine/checkpoint-20"
-    ids = load_tokenizer(path).encode_ordinary(text[:-1])
-    return page, load_model(GPT, path), ids
+    return page, load_model(GPT, path), load_tokenizer(path).encode_ordinary(text[:-1])
 
 
-def random_model(V=256, model_class=GPT, **sizes):
-    """Its weights are large enough for an error to show."""
-    sizes = {"block_size": 16, "n_layer": 2, "n_head": 2, "n_embd": 32} | sizes
-    return randomised(model_class(model_class.config_class(vocab_size=V, **sizes)), std=0.5)
+def random_model(*changes, **sizes):
+    """Of a changed model.py. Its weights are large enough for an error to show."""
+    sizes = {"block_size": 16, "vocab_size": 256, "n_layer": 2, "n_head": 2, "n_embd": 32} | sizes
+    module = edited(*changes).model
+    return randomised(module.GPT(module.GPTConfig(**sizes)), std=0.5)
 
 
 # ---------------------------------------------------------------------------- the attention
@@ -106,15 +106,14 @@ TWICE = KERNEL + "        y = y - 0.5 * self.attend(q.flip(-1), k, v, **options)
 @pytest.mark.parametrize("new", [FORMULA, SINK + KERNEL, ALL + KERNEL])
 def test_attention_that_cannot_be_shown_is_one_line(new):
     """Written out, of a key more, and of the future."""
-    model = random_model(model_class=edited((KERNEL, new)).model.GPT)
     with pytest.raises(UserError, match="all 12 tokens"):
-        explain(model, BYTES, list(range(65, 77)), 1)
+        explain(random_model((KERNEL, new)), BYTES, list(range(65, 77)), 1)
 
 
 @pytest.mark.gpt2
 def test_layers_that_attend_twice_show_each_call():
     """Differential attention: the difference has weights outside 0 to 1, but each call has none."""
-    data = explain(random_model(model_class=edited((KERNEL, TWICE)).model.GPT), BYTES, [65] * 9, 1)
+    data = explain(random_model((KERNEL, TWICE)), BYTES, [65] * 9, 1)
     assert (data["call"], data["n_layer"]) == ("attention call", 4)
     weights = read_weights(data)
     torch.testing.assert_close(weights.sum(-1), torch.ones(4, 2, 9).double(), rtol=0, atol=1e-3)
@@ -140,15 +139,14 @@ IN_PLACE = "        x = x + self.attn(", "        x += self.attn("
 def test_a_page_holds_what_each_layer_would_predict(changes):
     """Also of blocks that change their x, that return two values, and that are all the same one.
     The last layer predicts what the model does."""
-    model, ids = random_model(n_layer=3, model_class=edited(*changes).model.GPT), [*range(65, 77)]
+    model, ids = random_model(*changes, n_layer=3), [*range(65, 77)]
     data = explain(model, BYTES, ids, 1)
     for layer, probs in zip(data["lens"], lens_of(model, ids), strict=True):
         for place, row, token in zip(layer, probs, ids[1:], strict=True):
-            p, rank, [[label, probability, same]] = place
+            p, rank, [[label, highest, same]] = place
             best = int(row.argmax())
             assert label == visible(bytes([best])) and same == (best == token) == (rank == 1)
-            expected = [row[best].item(), row[token].item()]
-            assert [probability, p] == pytest.approx(expected, abs=1e-5)
+            assert [highest, p] == pytest.approx(row[[best, token]].tolist(), abs=1e-5)
     assert data["lens"][-1] == [[p, rank, best[:1]] for p, rank, best in data["places"]]
 
 
@@ -163,17 +161,17 @@ AGAIN = ("enumerate(self.h)", "enumerate([*self.h, *self.h])")
 @pytest.mark.parametrize("changes", [NO_NORM, NO_LIST, (SHARPER,), (AGAIN,)])
 def test_layers_that_cannot_be_read_are_not_shown(changes):
     """Without ln_f, without h, with logits made otherwise, and with more calls than blocks."""
-    data = explain(random_model(model_class=edited(*changes).model.GPT), BYTES, [65] * 9, 1)
+    data = explain(random_model(*changes), BYTES, [65] * 9, 1)
     assert data["lens"] == [] and len(data["places"]) == 8
 
 
 # ---------------------------------------------------------------------------- the tokens
 @pytest.mark.parametrize("n_prompt, n", [(4, 40), (40, 44), (1, 1)])
 def test_a_long_text_is_cut_at_the_window_and_the_page_says_so(n_prompt, n):
-    model, ids = random_model(), torch.arange(65, 65 + n).tolist()
+    model, ids = random_model(), [*range(65, 65 + n)]
     data = explain(model, BYTES, ids, n_prompt)
-    assert data["tokens"] == [chr(i) for i in ids[:16]] and data["n_prompt"] == min(n_prompt, 16)
-    assert data["omitted"] == max(0, n - 16)
+    assert data["tokens"] == [chr(i) for i in ids[:16]]
+    assert (data["n_prompt"], data["omitted"]) == (min(n_prompt, 16), max(0, n - 16))
     torch.testing.assert_close(read_weights(data), attention_of(model, ids[:16]), **CLOSE)
     assert explain(random_model(block_size=300), BYTES, 299 * [65], 1)["omitted"] == 299 - 256
 
@@ -200,11 +198,8 @@ def test_every_token_can_be_seen():
 
 
 def test_no_text_can_end_the_data_of_a_page(tmp_path):
-    data = {"tokens": HOSTILE}
-    write_page(tmp_path / "page.html", data)
-    written = (tmp_path / "page.html").read_text("utf-8").partition('id="data">')[2]
-    written = written.partition("</script>")[0]
-    assert json.loads(written) == data and "<" not in written
+    write_page(tmp_path / "page.html", {"tokens": HOSTILE})
+    assert read_data(tmp_path / "page.html") == {"tokens": HOSTILE}
 
 
 # ---------------------------------------------------------------------------- the browser
@@ -223,8 +218,10 @@ def browser():
         yield chrome
 
 
-def open_page(browser, page):
-    """Load a page, and return a function that evaluates an expression, of an element, there."""
+def open_page(browser, page, data=None):
+    """Load a page, with these data, and return a function that evaluates an expression there."""
+    if data:
+        write_page(page, data)
     browser.get(page.as_uri())
     return lambda js, *element: browser.execute_script(f"return {js}", *element)
 
@@ -267,14 +264,13 @@ def test_a_walk_by_keyboard_shows_weights_probabilities_and_alternatives(browser
         torch.testing.assert_close(weights, expected[0, 1, t], **CLOSE)
         if t > 0:
             p, rank, alternatives = data["places"][t - 1]
-            probability = evaluate(TEXT, "probability")
-            assert f"{100 * p:.1f}%" in probability or p < 0.1
-            assert f"rank {rank}" in probability
+            said = f"Probability {percent(p)}, rank {rank:,}"
+            assert evaluate(TEXT, "probability") == said
             shown = [e.text for e in browser.find_elements("css selector", "#alternatives .text")]
             assert shown == [label for label, *_ in alternatives]
             for row, layer in zip(evaluate(LENS), data["lens"], strict=True):
-                p, _, [[label, probability, _]] = layer[t - 1]
-                assert row[1:] == [label, percent(probability), percent(p)]
+                own, _, [[label, p, _]] = layer[t - 1]
+                assert row[1:] == [label, percent(p), percent(own)]
         browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
 
 
@@ -283,9 +279,8 @@ def test_hostile_text_stays_text(browser, tmp_path):
     """In tokens, in alternatives and in the name of the checkpoint."""
     ranks = {token.encode(): i for i, token in enumerate(HOSTILE)}
     encoding = tiktoken.Encoding("x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})
-    data = explain(random_model(len(HOSTILE)), encoding, [*range(len(HOSTILE))], 1)
-    write_page(tmp_path / "page.html", {"model": IMAGE} | data)
-    evaluate = open_page(browser, tmp_path / "page.html")
+    data = explain(random_model(vocab_size=len(HOSTILE)), encoding, [*range(len(HOSTILE))], 1)
+    evaluate = open_page(browser, tmp_path / "page.html", {"model": IMAGE} | data)
     labels = [visible(token.encode()) for token in HOSTILE]
     assert evaluate(f"{TOKENS}.map((token) => token.textContent)") == labels
     assert {row[1] for row in evaluate(LENS)} <= set(labels)
@@ -296,9 +291,8 @@ def test_hostile_text_stays_text(browser, tmp_path):
 @pytest.mark.slow
 @pytest.mark.gpt2
 def test_a_page_without_the_table_says_why(browser, tmp_path):
-    data = explain(random_model(model_class=edited(*NO_NORM).model.GPT), BYTES, [65] * 9, 1)
-    write_page(tmp_path / "page.html", {"model": "edited"} | data)
-    evaluate = open_page(browser, tmp_path / "page.html")
+    data = explain(random_model(*NO_NORM), BYTES, [65] * 9, 1)
+    evaluate = open_page(browser, tmp_path / "page.html", {"model": "edited"} | data)
     assert "model.logits(model.ln_f(x))" in evaluate(TEXT, "no-lens")
     assert evaluate("document.getElementById('lens') === null")
     assert "position 8 " in evaluate(TEXT, "place")

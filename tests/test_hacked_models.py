@@ -1,6 +1,7 @@
 """You can edit model.py without knowing any other file: each patch of docs/experiments/ and some
 edits take effect in training, evaluation and sampling, and are stored as what they are."""
 
+import functools
 import gc
 import inspect
 import json
@@ -227,22 +228,17 @@ def test_text_is_the_same_cached_batched_past_the_window_and_explained(name):
     torch.testing.assert_close(weights.double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("name", MODELS)
-def test_faster_layers_give_the_same_text(name, capsys, compile=False):
+def test_faster_layers_and_compiled_steps_give_the_same_text(name, compile, monkeypatch, capsys):
     """Past the window too."""
+    compiler = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr("torch.compile", compiler)
+    torch.compiler.reset()
     model, idx = hacked_model(name, n_embd=64 if compile else 256), torch.randint(97, (2, 8))
     expected = generate(model, idx, 14, temperature=0)
     assert torch.equal(generate(speed_up(model, compile), idx, 14, temperature=0), expected)
     assert "slower decoding" not in capsys.readouterr().err
-
-
-@SLOW
-@pytest.mark.parametrize("name", MODELS)
-def test_compiled_steps_give_the_same_text(name, monkeypatch, capsys):
-    compiler = torch.compile
-    monkeypatch.setattr("torch.compile", lambda f, **more: compiler(f, backend="eager", **more))
-    torch.compiler.reset()
-    test_faster_layers_give_the_same_text(name, capsys, compile=True)
 
 
 @pytest.mark.parametrize("prompts", [[[5]], [[5], [6, 7, 8, 9, 10]]])
@@ -262,27 +258,19 @@ def test_what_looks_back_without_the_cache_is_drawn_without_it(n, prompts, capsy
 
 HIDDEN_LOGIT = LOGITS, f"{LOGITS}.index_fill(-1, torch.tensor([3]), -math.inf)"
 TWICE = "return logits[:, -1].float()", "return 2 * logits[:, -1].float()"
+NORMED = "return F.linear(F.normalize(x, dim=-1), F.normalize(self.lm_head.weight, dim=-1))"
+SAID = [(HIDDEN_LOGIT, ""), (TWICE, ""), ((LOGITS, NORMED), "slower decoding")]
 
 
-@pytest.mark.parametrize("change", [HIDDEN_LOGIT, TWICE])
-def test_changes_that_need_no_cache_are_not_said(change, capsys):
-    """A hidden logit, and another next step."""
-    model, texts = random_model(edited(change).model), []
+@pytest.mark.parametrize("change, words", SAID)
+def test_only_faster_layers_that_fail_are_left_out_and_said(change, words, capsys):
+    """Not a hidden logit, nor another next step."""
+    model, texts = random_model(edited(change).model, n_embd=256), []
     for each in (model, speed_up(model)):
         options = {"temperature": 0.5, "generator": torch.Generator().manual_seed(1)}
-        texts.append(generate(each, torch.tensor([[5, 6]]), 8, **options))
-    assert torch.equal(*texts) and not capsys.readouterr().err
-
-
-NORMED = "return F.linear(F.normalize(x, dim=-1), F.normalize(self.lm_head.weight, dim=-1))"
-
-
-def test_faster_layers_that_fail_are_left_out(capsys):
-    model = random_model(edited((LOGITS, NORMED)).model, n_embd=256)
-    idx = torch.tensor([[5, 6, 7]])
-    expected = generate(model, idx, 30, temperature=0)
-    assert torch.equal(generate(speed_up(model), idx, 30, temperature=0), expected)
-    assert "slower decoding" in capsys.readouterr().err
+        texts.append(generate(each, torch.tensor([[5, 6, 7]]), 30, **options))
+    said = capsys.readouterr().err
+    assert torch.equal(*texts) and words in said and bool(words) == bool(said)
 
 
 # ---------------------------------------------------------------------------- what is stored
