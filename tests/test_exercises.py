@@ -81,12 +81,6 @@ def attend_with_cache(q, k, v, k_cache, v_cache):
     return weights @ v_cache, k_cache, v_cache
 
 
-ANSWERS = [
-    merge_once, softmax, causal_mask, attention, split_heads, layer_norm, mlp_one_token,
-    cross_entropy, bits_per_byte, descent_step, top_k, attend_with_cache,
-]  # fmt: skip
-
-
 def exercises(path=PAGE):
     """The file as a module."""
     spec = importlib.util.spec_from_file_location("exercises", path)
@@ -168,83 +162,64 @@ def masked_query(*inputs):
     return F.scaled_dot_product_attention(inputs[0], *caches, is_causal=True), *caches
 
 
-MISTAKES = {
-    merge_once: {
-        "only the first pair": merge_first,
-        "the second a is in two tokens": merge_twice,
-        "t and h are not the token th": merge_text,
-    },
-    softmax: {
-        "e^1000 is infinite": lambda s: s.exp() / s.exp().sum(dim=-1, keepdim=True),
-        "sum with keepdim=True": lambda s: s.exp() / s.exp().sum(dim=-1),
-        "the columns add up to 1": lambda s: s.exp() / s.exp().sum(dim=0),
-        "at [0, 0]: 0.": lambda s: s.exp() / s.exp().sum(),
-    },
-    causal_mask: {
-        "torch.float32 instead of torch.bool": lambda T: torch.ones(T, T).tril(),
-        "at query 0: True means": lambda T: torch.ones(T, T).triu(1).bool(),
-        "at query 0: it sees key 1. A row": lambda T: torch.ones(T, T).triu().bool(),
-        "at query 0: it does not see itself": lambda T: torch.ones(T, T).tril(-1).bool(),
-    },
-    attention: {
-        "at query 0: it sees key 1": lambda q, k, v: scores(q, k).softmax(-1) @ v,
-        "at query 0: it sees key 1. Its": lambda q, k, v: scores(q, k).tril().softmax(-1) @ v,
-        "at query 0: its weights add up": lambda q, k, v: scores(q, k).softmax(-1).tril() @ v,
-        "divide the scores by the root of hs": scaled(lambda nh, T, hs: 1),
-        "divide by the root of hs, not by hs": scaled(lambda nh, T, hs: 1 / hs),
-        "divide by the root of hs, not of C": scaled(lambda nh, T, hs: (nh * hs) ** -0.5),
-        "RuntimeError: ": lambda q, k, v: q @ k,
-    },
-    split_heads: {
-        "a bare view": lambda x, n_head: x.view(len(x), n_head, x.size(1), -1),
-        "shape (1, 3, 2, 2) instead of (1, 2,": lambda x, n_head: x.unflatten(-1, (n_head, -1)),
-    },
-    layer_norm: {
-        "divide by C, not": lambda x: centred(x) / (x.var(dim=-1, keepdim=True) + 1e-5).sqrt(),
-        "each token has its own mean": lambda x: F.layer_norm(x, x.shape),
-        "0 / 0": lambda x: F.layer_norm(x, x.shape[-1:], eps=0),
-    },
-    mlp_one_token: {
-        "GELU is missing": lambda x, w_fc, w_proj: w_proj @ w_fc @ x,
-        "that is ReLU": lambda x, w_fc, w_proj: w_proj @ (w_fc @ x).relu(),
-        "GPT-2 has GELU's tanh form": lambda x, w_fc, w_proj: w_proj @ F.gelu(w_fc @ x),
-    },
-    cross_entropy: {
-        "that is the sum": lambda *inputs: nats(*inputs).sum(),
-        "that is in bits": lambda *inputs: nats(*inputs).mean() / math.log(2),
-        "that is ln 0": lambda *inputs: nats(*inputs).mean(),
-        "-": lambda *inputs: -nats(*inputs).mean(),
-    },
-    bits_per_byte: {
-        "that is nats per byte": lambda loss, n_tokens, n_bytes: loss * n_tokens / n_bytes,
-        "that is bits per token": lambda loss, n_tokens, n_bytes: loss / math.log(2),
-        "a token is more": lambda loss, n_tokens, n_bytes: bits_per_byte(loss, n_bytes, n_tokens),
-    },
-    descent_step: {
-        "the loss grows": lambda w, loss, rate: descent_step(w, loss, -rate),
-        "multiply the gradient": lambda w, loss, rate: descent_step(w, loss, 1),
-    },
-    top_k: {
-        "that is the likeliest alone": lambda x, k: F.one_hot(x.argmax(), len(x)),
-        "the k probabilities do not add up to 1": lambda x, k: kept(x, k) * x.softmax(dim=0),
-        "e^0 is 1": lambda x, k: (kept(x, k) * x).softmax(dim=0),
-    },
-    attend_with_cache: {
-        "the new token does not attend to itself": past_alone,
-        "it sees token 0 alone": masked_query,
-        "not a tuple of 3 values": lambda *inputs: attend_with_cache(*inputs)[0],
-        "shape (1,": lambda *inputs: (attend_with_cache(*inputs)[0], *inputs[3:]),
-    },
-}
+MISTAKES = [
+    (merge_once, "only the first pair", merge_first),
+    (merge_once, "the second a is in two tokens", merge_twice),
+    (merge_once, "t and h are not the token th", merge_text),
+    (softmax, "e^1000 is infinite", lambda s: s.exp() / s.exp().sum(dim=-1, keepdim=True)),
+    (softmax, "sum with keepdim=True", lambda s: s.exp() / s.exp().sum(dim=-1)),
+    (softmax, "the columns add up to 1", lambda s: s.exp() / s.exp().sum(dim=0)),
+    (softmax, "at [0, 0]: 0.", lambda s: s.exp() / s.exp().sum()),
+    (causal_mask, "torch.float32 instead of torch.bool", lambda T: torch.ones(T, T).tril()),
+    (causal_mask, "at query 0: True means", lambda T: torch.ones(T, T).triu(1).bool()),
+    (causal_mask, "at query 0: it sees key 1. A row", lambda T: torch.ones(T, T).triu().bool()),
+    (causal_mask, "at query 0: it does not see itself", lambda T: torch.ones(T, T).tril(-1).bool()),
+    (attention, "at query 0: it sees key 1", lambda q, k, v: softmax(scores(q, k)) @ v),
+    (attention, "at query 0: it sees key 1. Its", lambda q, k, v: softmax(scores(q, k).tril()) @ v),
+    (attention, "at query 0: its weights add up", lambda q, k, v: softmax(scores(q, k)).tril() @ v),
+    (attention, "divide the scores by the root of hs", scaled(lambda nh, T, hs: 1)),
+    (attention, "divide by the root of hs, not by hs", scaled(lambda nh, T, hs: 1 / hs)),
+    (attention, "divide by the root of hs, not of C", scaled(lambda nh, T, hs: (nh * hs) ** -0.5)),
+    (attention, "RuntimeError: ", lambda q, k, v: q @ k),
+    (split_heads, "a bare view", lambda x, nh: x.view(len(x), nh, x.size(1), -1)),
+    (split_heads, "shape (1, 3, 2, 2) instead of (1, 2,", lambda x, nh: x.unflatten(-1, (nh, -1))),
+    (
+        layer_norm,
+        "divide by C, not",
+        lambda x: centred(x) / (x.var(-1, keepdim=True) + 1e-5) ** 0.5,
+    ),
+    (layer_norm, "each token has its own mean", lambda x: F.layer_norm(x, x.shape)),
+    (layer_norm, "0 / 0", lambda x: F.layer_norm(x, x.shape[-1:], eps=0)),
+    (mlp_one_token, "GELU is missing", lambda x, fc, proj: proj @ fc @ x),
+    (mlp_one_token, "that is ReLU", lambda x, fc, proj: proj @ (fc @ x).relu()),
+    (mlp_one_token, "GPT-2 has GELU's tanh form", lambda x, fc, proj: proj @ F.gelu(fc @ x)),
+    (cross_entropy, "that is the sum", lambda *inputs: nats(*inputs).sum()),
+    (cross_entropy, "that is in bits", lambda *inputs: nats(*inputs).mean() / math.log(2)),
+    (cross_entropy, "that is ln 0", lambda *inputs: nats(*inputs).mean()),
+    (cross_entropy, "-", lambda *inputs: -nats(*inputs).mean()),
+    (bits_per_byte, "that is nats per byte", lambda loss, tokens, n: loss * tokens / n),
+    (bits_per_byte, "that is bits per token", lambda loss, *sizes: loss / math.log(2)),
+    (bits_per_byte, "a token is more", lambda loss, *sizes: bits_per_byte(loss, *sizes[::-1])),
+    (descent_step, "the loss grows", lambda w, loss, rate: descent_step(w, loss, -rate)),
+    (descent_step, "multiply the gradient", lambda w, loss, rate: descent_step(w, loss, 1)),
+    (top_k, "that is the likeliest alone", lambda x, k: F.one_hot(x.argmax(), len(x))),
+    (top_k, "the k probabilities do not add up to 1", lambda x, k: kept(x, k) * x.softmax(dim=0)),
+    (top_k, "e^0 is 1", lambda x, k: (kept(x, k) * x).softmax(dim=0)),
+    (attend_with_cache, "the new token does not attend to itself", past_alone),
+    (attend_with_cache, "it sees token 0 alone", masked_query),
+    (attend_with_cache, "not a tuple of 3 values", lambda *inputs: attend_with_cache(*inputs)[0]),
+    (attend_with_cache, "shape (1,", lambda *inputs: (attend_with_cache(*inputs)[0], *inputs[3:])),
+]
+ANSWERS = list(dict.fromkeys(row[0] for row in MISTAKES))  # in the order of the file
 
 
-@pytest.mark.parametrize("answer", MISTAKES, ids=lambda answer: answer.__name__)
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.__name__)
 def test_common_mistakes_are_named(answer):
     """Each hint of the file for one of them."""
     module = exercises()
     check = getattr(module, f"check_{answer.__name__}")
     hints = set().union(*check()) - {"inputs", "right"}
-    for expected, mistake in MISTAKES[answer].items():
+    for _, expected, mistake in (row for row in MISTAKES if row[0] is answer):
         hint = re.sub("^wrong:? ", "", module.verdict(mistake, check))
         assert hint.startswith(expected)
         hints.discard(hint)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 from report import ROOT, dtypes, in_turns, main, peak_megabytes, spread, table
@@ -30,12 +29,8 @@ SIZES = {  # GPTConfig's fields, and the sequences of a step
 def time_to_loss(repetitions: int):
     """Whole processes of both recipes, a seed a turn. The classic one evaluates as much as nanoGPT
     does, every 250 steps on 30,720 tokens; the losses here are those of --eval_only, afterwards."""
-    runs = {
-        "classic: AdamW, float32": [
-            "shakespeare_char_cpu_adamw", "--dtype=float32", "--eval_tokens=30720",
-        ],
-        "Muon, dtype=auto": ["shakespeare_char_cpu"],
-    }  # fmt: skip
+    classic = ["shakespeare_char_cpu_adamw", "--dtype=float32", "--eval_tokens=30720"]
+    runs = {"classic: AdamW, float32": classic, "Muon, dtype=auto": ["shakespeare_char_cpu"]}
     results = {name: [] for name in runs}
     train = [sys.executable, ROOT / "train.py"]
     with tempfile.TemporaryDirectory() as out:
@@ -66,9 +61,9 @@ def time_to_loss(repetitions: int):
 def worker(case: dict):
     """Some steps of one kind; prints the median milliseconds and the peak memory as JSON."""
     import torch
-    from torch.utils.checkpoint import checkpoint
 
     from gptling.devices import tune_allocator, use_cpu_kernels
+    from gptling.processes import recompute_activations
     from gptling.schedule import fill_in
     from gptling.settings import SMALL
     from model import GPT, GPTConfig
@@ -81,21 +76,19 @@ def worker(case: dict):
     if case["who"] == "transformers":
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        peer_config = GPT2Config(
-            vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd,
-            n_layer=config.n_layer, n_head=config.n_head, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        )  # fmt: skip
+        sizes = {name: getattr(config, name) for name in "vocab_size n_layer n_head n_embd".split()}
+        sizes |= {"n_positions": config.block_size, "resid_pdrop": 0, "embd_pdrop": 0}
+        peer_config = GPT2Config(**sizes, attn_pdrop=0)
         model = GPT2LMHeadModel(peer_config).to(device).train()
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
-        model = GPT(config).train()
-        model.to(device)
+        model = GPT(config).train().to(device)
         if device == "cpu":
             use_cpu_kernels(model)
-        for block in model.h if case.get("recompute") else ():
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-        options = {"optimizer": case.get("optimizer", "adamw"), "dtype": case["dtype"]}
-        train_config = TrainConfig(**options, learning_rate=0.01)
+        if case.get("recompute"):
+            recompute_activations(model)
+        optimizer = case.get("optimizer", "adamw")
+        train_config = TrainConfig(optimizer=optimizer, dtype=case["dtype"], learning_rate=0.01)
         fill_in(train_config, SMALL)
         optimizers = configure_optimizers(model, train_config, case["dtype"])
     compiled = torch.compile(model) if device == "cuda" else model
@@ -114,14 +107,12 @@ def worker(case: dict):
             optimizer.zero_grad()
         loss.item()
 
-    step()
-    step()
     times = []
-    while len(times) < 3 or (sum(times) < 10 and len(times) < 100):
+    while len(times) < 5 or (sum(times[2:]) < 10 and len(times) < 102):
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    seconds = statistics.median(times)
+    seconds = statistics.median(times[2:])  # the first two warm up
     tokens = batch_size * config.block_size
     peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else peak_megabytes()
     print(json.dumps({"ms": 1000 * seconds, "tokens": tokens / seconds, "mb": peak}))
@@ -144,10 +135,8 @@ def speed(repetitions: int):
         rows = []
         for name, found in results.items():
             ratio = [a / b["ms"] for a, b in zip(base, found, strict=True)]
-            rows.append([
-                name, spread([b["ms"] for b in found]), spread([b["tokens"] for b in found]),
-                spread(ratio, 2), spread([b["mb"] for b in found]),
-            ])  # fmt: skip
+            ms, tokens, mb = (spread([b[key] for b in found]) for key in ("ms", "tokens", "mb"))
+            rows.append([name, ms, tokens, spread(ratio, 2), mb])
         header = ["ms a step", "tokens/s", "against gptling, float32", "peak MB"]
         fields, batch_size = SIZES[size]
         T = fields.get("block_size", 1024)
