@@ -101,16 +101,15 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and whole tensors on the CPU, for the first process. All call it."""
-        return {
+        state = {
             "progress": self.progress.state_dict(),
             "config": self.configuration(),
             "code": self.code(),
             "optimizers": [named_state(optimizer, self.model) for optimizer in self.optimizers],
             "settings": list(zip(self.first_groups, self.groups(), strict=True)),
-            "stateful": unsharded(
-                {name: thing.state_dict() for name, thing in self.things.items()}
-            ),
+            "stateful": {name: thing.state_dict() for name, thing in self.things.items()},
         }
+        return tree_map_only(torch.Tensor, gathered, state)
 
     def load_state_dict(self, saved: dict[str, Any]):
         """Continue from what state_dict returned, and print which code has changed. An optimizer of
@@ -122,8 +121,11 @@ class State:
         before = saved["code"]["optimizers"], saved["optimizers"], saved["settings"]
         for optimizer, name, state, groups in zip(self.optimizers, *before, strict=False):
             if name == type(optimizer).__name__:
-                load_named_state(optimizer, self.model, state)
                 restore_groups(optimizer, *groups)
+                # In the dtypes of the state: Optimizer.load_state_dict would cast it.
+                for key, parameter in self.model.named_parameters():
+                    if key in state:
+                        optimizer.state[parameter] = placed(state[key], parameter)
         for name, thing in self.things.items():
             state, now = saved["stateful"].get(name), thing.state_dict()
             if state:  # a GradScaler's is empty for another dtype
@@ -153,29 +155,18 @@ def check_optimizers(model: torch.nn.Module, optimizers: list):
             )
 
 
-def unsharded(state: Any) -> Any:
-    """Return the state with whole tensors on the CPU, for the first process. All call it."""
-    return tree_map_only(torch.Tensor, gathered, state)
-
-
-def placed(value: Any, now: Any) -> Any:
-    """Return a saved value as the present one is: a tensor on its device, and sharded alike."""
-    tensors = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
-    return shard(value, now) if tensors else value
+def placed(state: Any, like: Any) -> Any:
+    """Return a saved state with its tensors on the device of the tensor `like`, and sharded in the
+    same way. If `like` is no tensor, the state is returned unchanged."""
+    if not isinstance(like, torch.Tensor):
+        return state
+    return tree_map_only(torch.Tensor, partial(shard, like=like), state)
 
 
 def named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, dict]:
-    """Return {name of a parameter: its state}, see unsharded."""
+    """Return {name of a parameter: its state}."""
     parameters = model.named_parameters()
-    return unsharded({name: optimizer.state[p] for name, p in parameters if p in optimizer.state})
-
-
-def load_named_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, state: dict):
-    """Load what named_state returned, in its dtypes: Optimizer.load_state_dict would cast it."""
-    for name, parameter in model.named_parameters():
-        if name in state:
-            place = partial(shard, like=parameter)
-            optimizer.state[parameter] = tree_map_only(torch.Tensor, place, state[name])
+    return {name: optimizer.state[p] for name, p in parameters if p in optimizer.state}
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, first: list[dict], last: list[dict]):
