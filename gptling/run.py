@@ -73,8 +73,7 @@ def delete_checkpoint(checkpoint: Path, other: Path):
     """Delete a checkpoint, unless you have put a file into it, which the other one lacks. If it
     stays, print why."""
     own = {file.name for file in other.iterdir()}
-    others = [file for file in checkpoint.iterdir() if file.name not in own]
-    if yours := [file for file in others if file.name[0] != "."]:
+    if yours := [file for file in checkpoint.glob("[!.]*") if file.name not in own]:
         print(f"an old checkpoint was not deleted, because it has {yours[0]}")
         return
     try:  # hidden first, so that a crash leaves no half of a checkpoint
@@ -223,8 +222,6 @@ class RunDirectory:
     def save(self, state, data, metrics: dict[str, Any]):
         """Write checkpoint-STEP whole or not at all, then delete all but the best one and the last
         keep_last. All processes call it: each gives its shards, the first one writes."""
-        if not (self.processes.is_main or self.processes.sharded):
-            return
         saved = state.state_dict() | {
             "format": FORMAT,
             "data": data.fingerprint,
