@@ -132,14 +132,14 @@ class RunDirectory:
         if not (self.processes.is_main and self.path.is_dir()):
             return
         self.lock = lock_directory(self.path)
-        if list_checkpoints(self.path):
-            return
-        if any(list_checkpoints(path) for path in self.path.iterdir()):
-            raise UserError(f"{self.path} contains other runs: give --out_dir={self.path}/NAME")
         settings = self.path / "config.toml"
         is_ours = settings.is_file() and settings.read_text("utf-8").startswith(HEADER)
+        if is_ours or list_checkpoints(self.path):
+            return
         for file in self.path.iterdir():
-            if OUTPUT.fullmatch(file.name) and not is_ours:
+            if list_checkpoints(file):
+                raise UserError(f"{self.path} contains other runs: give --out_dir={self.path}/NAME")
+            if OUTPUT.fullmatch(file.name):
                 raise UserError(f"{file} belongs to another program: give another --out_dir")
 
     def start(self, state):
@@ -150,16 +150,19 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or lock_directory(self.path)
         done = state.progress.steps_before + state.progress.step  # all models' steps
-        models = list_models(self.path)
         log = self.path / "log.jsonl"
-        if not done and (models or (log.exists() and b"val_loss" in log.read_bytes())):
-            # Since the plan was made, another training has ended.
-            if models and not state.config.overwrite:
-                raise UserError(f"{self.path} has another run by now: give another --out_dir")
+        log.touch()
+        lines = log.read_bytes().splitlines()
+        if not done and (list_models(self.path) or any(b"val_loss" in line for line in lines)):
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path, ignore_errors=True)
-        self.truncate_log(done)
+        kept = []
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError):  # cut off by a power failure
+                if json.loads(line)["step"] <= done:
+                    kept.append(line + b"\n")
+        replace(log, b"".join(kept))
         if not done:  # later ones come with a checkpoint
             self.write_settings(state)
 
@@ -194,17 +197,6 @@ class RunDirectory:
             best.rename(self.path / f"teacher-{n}")
         self.processes.wrapped = None  # frees its memory
         self.processes.barrier()
-
-    def truncate_log(self, step: int):
-        """Keep the lines of log.jsonl up to a step. A killed session has left the others, and a
-        power failure may have left a line that cannot be read."""
-        log = self.path / "log.jsonl"
-        kept = []
-        for line in log.read_bytes().splitlines() if log.exists() else []:
-            with suppress(ValueError, TypeError, KeyError):
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + b"\n")
-        replace(log, b"".join(kept))
 
     def write_settings(self, state):
         """Write config.toml. As a preset, it begins with the first of several models again."""
