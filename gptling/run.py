@@ -7,7 +7,6 @@ import re
 import shutil
 import tomllib
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +169,11 @@ class RunDirectory:
         """Move the run that is here to NAME.old, or NAME.old2 if there is one, and so on. Lock the
         new directory."""
         here = self.path.resolve() if self.path.is_symlink() else self.path  # a link stays
-        names = (f"{here.name}.old{n if n > 1 else ''}" for n in count(1))
-        old = next(path for path in map(here.with_name, names) if not path.exists())
+        old = here.with_name(f"{here.name}.old")
+        n = 1
+        while old.exists():
+            n += 1
+            old = here.with_name(f"{here.name}.old{n}")
         self.lock.release()  # Windows renames no directory with an open file
         here.rename(old)
         here.mkdir()
