@@ -59,15 +59,6 @@ def best_checkpoint(run: str | Path) -> Path | None:
     return best_of(list_models(run))
 
 
-def check_files(checkpoint: Path) -> Path:
-    """Return a checkpoint of a run. Raises UserError for a file that was not copied whole."""
-    for name in ("metrics.json", "config.json", "tokenizer.json"):
-        read_json(checkpoint / name, f"delete {checkpoint}")
-    if not (checkpoint / "model.safetensors").is_file():
-        raise UserError(f"{checkpoint} has no model.safetensors: delete {checkpoint}")
-    return checkpoint
-
-
 def delete_checkpoint(checkpoint: Path, other: Path):
     """Delete a checkpoint, unless you have put a file into it, which the other one lacks. If it
     stays, print why."""

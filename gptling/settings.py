@@ -21,7 +21,6 @@ from gptling.gpt2_format import stored_config
 from gptling.pretrained import find_checkpoint, load_model
 from gptling.run import (
     RunDirectory,
-    check_files,
     list_checkpoints,
     list_models,
     list_teachers,
@@ -157,7 +156,7 @@ def resume_or_begin(config, given: dict, start: Start):
                 f"{run.path} already has a run: "
                 "--resume continues it, --overwrite replaces it, --out_dir keeps both"
             )
-        start.checkpoint = check_files(checkpoints[-1])
+        start.checkpoint = checkpoints[-1]
         start.saved = load_training_state(start.checkpoint)
     step = start.saved["progress"]["step"] if start.saved else 0
     if run.processes.all_reduce_max(step) != step:
