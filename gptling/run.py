@@ -227,10 +227,6 @@ class RunDirectory:
         checkpoints = list_checkpoints(self.path)
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
-        try:
-            best = {best_checkpoint(self.path), best_of(checkpoints)}  # the run's, this model's
-        except UserError as error:  # one is damaged, which costs this run nothing
-            print(f"no old checkpoint was deleted: {error}")
-            return
+        best = {best_checkpoint(self.path), best_of(checkpoints)}  # the run's, this model's
         for path in set(checkpoints[: -state.config.keep_last]) - best:
             delete_checkpoint(path, checkpoints[-1])
