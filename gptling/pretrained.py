@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from gptling import gpt2_format
 from gptling.files import UserError
-from gptling.run import best_checkpoint, list_models, list_teachers, read_metrics
+from gptling.run import best_of, list_models, list_teachers, read_metrics
 
 HUB_NAMES = r"(openai-community/)?gpt2(-medium|-large|-xl)?|(distilbert/)?distilgpt2"
 
@@ -25,7 +25,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if models:
         stopped = "val_loss" not in read_metrics(models[-1])  # saved between evaluations
         is_first = not list_teachers(path)
-        return models[-1] if stopped and is_first else best_checkpoint(path)
+        return models[-1] if stopped and is_first else best_of(models)
     if (path / "config.json").is_file():
         return path
     if not re.fullmatch(HUB_NAMES, path.as_posix()):

@@ -18,7 +18,7 @@ from gptling.decoding import check_cache
 from gptling.devices import flops_utilisation
 from gptling.evaluation import comparable, eval_mode
 from gptling.files import read_log
-from gptling.run import best_checkpoint, list_checkpoints, read_metrics
+from gptling.run import best_of, list_checkpoints, list_models, read_metrics
 from gptling.schedule import tokens_per_step
 
 
@@ -243,7 +243,7 @@ class Report:
             return
         if not self.processes.is_main:
             return
-        best = best_checkpoint(self.config.out_dir)
+        best = best_of(list_models(self.config.out_dir))
         metrics = read_metrics(best)
         loss = f"{metrics.get('bits_per_byte', math.nan):.3f} bits per byte"
         tokens = metrics.get("val_tokens", 0)

@@ -54,11 +54,6 @@ def best_of(checkpoints: list[Path]) -> Path | None:
     return min(losses, key=lambda path: (losses[path][1] != newest, losses[path][0]), default=None)
 
 
-def best_checkpoint(run: str | Path) -> Path | None:
-    """Return the best of a run's models, as best_of does."""
-    return best_of(list_models(run))
-
-
 def delete_checkpoint(checkpoint: Path, other: Path):
     """Delete a checkpoint, unless you have put a file into it, which the other one lacks. If it
     stays, print why."""
@@ -227,6 +222,6 @@ class RunDirectory:
         checkpoints = list_checkpoints(self.path)
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
-        best = {best_checkpoint(self.path), best_of(checkpoints)}  # the run's, this model's
+        best = {best_of(list_models(self.path)), best_of(checkpoints)}  # the run's, this model's
         for path in set(checkpoints[: -state.config.keep_last]) - best:
             delete_checkpoint(path, checkpoints[-1])

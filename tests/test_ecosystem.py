@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gptling.gpt2_format import load, save
-from gptling.run import best_checkpoint
+from gptling.run import best_of, list_models
 from gptling.tokenizers import build_tokenizer, encode, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
@@ -259,7 +259,7 @@ def test_gpt2_is_finetuned_from_where_its_files_were_put(tmp_path, gpt2_encoding
     preset = ROOT / "config" / "finetune_gpt2.toml"
     small = "--block_size=32 --max_iters=2 --eval_tokens=64 --gradient_accumulation_steps=2".split()
     assert "step 2/2" in output_of("train.py", preset, *small, cwd=tmp_path)
-    best = best_checkpoint("out/finetune_gpt2")
+    best = best_of(list_models("out/finetune_gpt2"))
     assert load_tokenizer(best).n_vocab == load_tokenizer("gpt2").n_vocab == 50257
     assert load(GPT, best).config == load(GPT, "gpt2").config
     text = output_of("sample.py", "gpt2", "--prompt=12 green", "--max_new_tokens=9", cwd=tmp_path)

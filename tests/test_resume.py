@@ -16,7 +16,7 @@ import torch
 
 from gptling.cli import UserError
 from gptling.pretrained import find_checkpoint
-from gptling.run import RunDirectory, best_checkpoint, list_checkpoints, load_training_state
+from gptling.run import RunDirectory, best_of, list_checkpoints, load_training_state
 from gptling.settings import resumed_config
 from gptling.state import State, named_state, read_sources
 from model import GPT, GPTConfig
@@ -146,7 +146,7 @@ def test_the_best_and_the_last_checkpoint_stay(tmp_path, monkeypatch):
     save({"step": 25})
     save({"step": 30, "val_loss": math.nan})
     assert [path.name[11:] for path in list_checkpoints(tmp_path)] == ["5", "15", "30"]
-    assert best_checkpoint(tmp_path).name == "checkpoint-15"
+    assert best_of(list_checkpoints(tmp_path)).name == "checkpoint-15"
 
 
 def test_the_best_checkpoint_is_the_best_over_the_tokens_that_count_now(finished):
