@@ -75,7 +75,16 @@ class State:
     first step. Raises UserError unless each trained parameter is in one optimizer."""
 
     def __init__(self, config: Any, model: torch.nn.Module, optimizers: list, sources, **things):
-        check_optimizers(model, optimizers)
+        counts = Counter()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                counts.update(group["params"])
+        for name, p in model.named_parameters():
+            if p.requires_grad and counts[p] != 1:
+                raise UserError(
+                    f"{name} is in {counts[p]} optimizers: "
+                    "configure_optimizers has to give it to one"
+                )
         self.config = config
         self.model = model
         self.optimizers = optimizers
@@ -140,19 +149,6 @@ def read_sources(*classes: type) -> dict[str, bytes]:
     sources = {file.name: file.read_bytes() for file in files if file.is_file()}
     package = sorted(Path(__file__).parent.glob("*.py"))
     return sources | {"gptling/": b"".join(file.read_bytes() for file in package)}
-
-
-def check_optimizers(model: torch.nn.Module, optimizers: list):
-    """Raise UserError unless each trained parameter is in one optimizer."""
-    counts = Counter()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            counts.update(group["params"])
-    for name, p in model.named_parameters():
-        if p.requires_grad and counts[p] != 1:
-            raise UserError(
-                f"{name} is in {counts[p]} optimizers: configure_optimizers has to give it to one"
-            )
 
 
 def placed(state: Any, like: Any) -> Any:
