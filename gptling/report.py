@@ -18,7 +18,7 @@ from gptling.decoding import check_cache
 from gptling.devices import flops_utilisation
 from gptling.evaluation import comparable, eval_mode
 from gptling.files import read_log
-from gptling.run import best_of, list_checkpoints, list_models, read_metrics
+from gptling.run import best_of, list_models, read_metrics
 from gptling.schedule import tokens_per_step
 
 
@@ -95,8 +95,7 @@ class Report:
         """Print a line that begins with the number of steps done."""
         self.bar.clear()  # the next step draws it again
         last = str(self.progress.max_iters)
-        step = str(self.progress.step).rjust(len(last))
-        print(f"step {step}/{last}", *columns, sep=" | ")
+        print(f"step {self.progress.step:{len(last)}}/{last}", *columns, sep=" | ")
 
     def log(self, **entry):
         """Write a line of log.jsonl, and show it elsewhere. An optional package that fails, in
@@ -105,11 +104,8 @@ class Report:
             return
         entry["step"] += self.progress.steps_before
         entry["seconds"] = round(self.progress.seconds, 3)
-        # JSON has no infinity and no NaN, which the norm of a float16 step may be.
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in entry.items()
-        }
+        # JSON has no infinity and no NaN, which the norm of a float16 step may be: null.
+        finite = json.loads(json.dumps(entry), parse_constant=lambda name: None)
         try:
             with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
                 file.write(json.dumps(finite) + "\n")
@@ -243,7 +239,8 @@ class Report:
             return
         if not self.processes.is_main:
             return
-        best = best_of(list_models(self.config.out_dir))
+        models = list_models(self.config.out_dir)
+        best = best_of(models)
         metrics = read_metrics(best)
         loss = f"{metrics.get('bits_per_byte', math.nan):.3f} bits per byte"
         tokens = metrics.get("val_tokens", 0)
@@ -255,10 +252,10 @@ class Report:
                 print(resume)
             return
         print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
-        checkpoints = list_checkpoints(self.config.out_dir)  # this model's
-        newest = comparable(read_metrics(checkpoints[-1]))[0]
-        has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf and best in checkpoints
-        overfitted_since = metrics["step"] if has_risen else None
+        newest = comparable(read_metrics(models[-1]))[0]
+        has_risen = 1.005 * comparable(metrics)[0] < newest < math.inf
+        is_own = "checkpoint" in best.name  # not an earlier model of this run
+        overfitted_since = metrics["step"] if has_risen and is_own else None
         print(advice(self.config, self.data, self.progress, overfitted_since))
         if self.gpu:
             print(f"Peak memory of the GPU: {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
