@@ -19,13 +19,14 @@ def sync(path: Path):
     """Have the system write a file to the disk now, or a directory if its drive can do that."""
     if os.name == "nt":
         return  # Windows lets nobody open a directory
-    ignored = [OSError] if path.is_dir() else []  # an error for a file counts
-    with contextlib.suppress(*ignored):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # an error for a file counts
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def try_again(rename: Callable, target: Path):
@@ -48,8 +49,8 @@ def replace(path: Path, content: bytes):
 def read_json(file: Path, remedy: str = "") -> dict:
     """Return the JSON object in a file. Raises UserError, which ends with the remedy."""
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:  # TypeError: another value
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         hint = f": {remedy}" if remedy else ""
         raise UserError(f"{file} cannot be read ({error}){hint}") from None
 
