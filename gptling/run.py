@@ -174,8 +174,8 @@ class RunDirectory:
             last = checkpoints[-1]
             was_stopped = "val_loss" not in read_metrics(last)  # a signal ends an evaluation
             best = last if was_stopped else best_of(checkpoints)
-            copy = shutil.copy(last / "training_state.pt", best / ".training_state.pt")
-            Path(copy).replace(best / "training_state.pt")  # so that no one continues from the best
+            # No one continues from the best model's own state.
+            replace(best / "training_state.pt", (last / "training_state.pt").read_bytes())
             n = len(list_teachers(self.path)) + 1
             for path in checkpoints:
                 if path != best:
