@@ -75,18 +75,17 @@ class Report:
             machine += f", from step {self.step}"
         if self.model.uninitialised:
             print(f"not drawn by init_weights: {', '.join(self.model.uninitialised)}")
-        if config.models_before == 0 or self.step:
-            print(
-                f"data:  {data.n_tokens:,} tokens to train on, "
-                f"{data.val_targets:,} of {self.all_targets:,} to validate on"
-            )
-            print(
-                f"model: {self.n_parameters:,} parameters, {config.n_layer} layers, "
-                f"{config.n_head} heads, width {config.n_embd}, context {config.block_size}"
-            )
+        print(
+            f"data:  {data.n_tokens:,} tokens to train on, "
+            f"{data.val_targets:,} of {self.all_targets:,} to validate on"
+        )
+        print(
+            f"model: {self.n_parameters:,} parameters, {config.n_layer} layers, "
+            f"{config.n_head} heads, width {config.n_embd}, context {config.block_size}"
+        )
         print(f"run:   {max_iters:,} steps of {tokens:,} tokens ({epochs:.1f} epochs)")
         print(f"       saved in {config.out_dir}, {machine}")
-        if config.init_from == "scratch" and not (self.step or config.models_before):
+        if config.init_from == "scratch":
             n_vocab = data.tokenizer.n_vocab
             print(f"       a blind guess: {math.log(n_vocab):.3f} nats per token, ln {n_vocab:,}")
         print()
