@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptling.files import lock_directory
 from tests.conftest import edit_json, snapshot
 from tests.scripts import ROOT, TEXT, TINY, run_here, run_script
 
@@ -76,8 +75,6 @@ MISTAKES = [
     ("train.py --max_iters=0", "--max_iters=0", "at least 1", 2),
     ("train.py --learning_rate=nan", "--learning_rate=nan", 2),
     ("train.py --dropout=20", "--dropout=20", "at most 1", 2),
-    ("train.py --hold=50", "--hold=50", "at most 1", 2),
-    ("train.py --resume --overwrite", "--resume", "--overwrite", 2),
     ("train.py --eval_only", "--eval_only", "--init_from", 2),
     ("train.py --eval_all", "--eval_all", "--eval_only", 2),
     ("train.py nix.toml", "nix.toml", "config/gpt2.toml"),
@@ -107,13 +104,12 @@ MISTAKES = [
     ("train.py NEW --dataset=mine --bpe_dropout=0.1", "0.1: ", "not a BPE", "give --bpe_dropout=0"),
     ("train.py TINY --dataset=mine --overwrite --teacher=out/mine", "out/mine", "--out_dir"),
     ("train.py TINY --dataset=mine", "out/mine", "--resume", "--overwrite", "--out_dir"),
-    ("train.py TINY --dataset=mine --out_dir=out/busy --overwrite", "out/busy", "another process"),
     ("train.py TINY --dataset=mine --out_dir=file/run", "file"),
     ("train.py TINY --dataset=mine --out_dir=out", "out contains other runs", "--out_dir=out/NAME"),
     ("train.py TINY --dataset=mine --out_dir=out --overwrite", "out contains other", "=out/NAME"),
     ("train.py TINY --dataset=mine --out_dir=logged", "belongs to another program", "--out_dir"),
     ("train.py TINY --dataset=mine --out_dir=titled", "belongs to another program", "--out_dir"),
-    ("train.py --resume --auto_resume", "only one of", 2),
+    ("train.py --resume --overwrite", "only one of", "--overwrite", 2),
     ("train.py --resume --out_dir=out/nix", "out/nix", "--out_dir"),
     ("train.py --resume --out_dir=out/mine", "its 20 steps", "--max_iters=40", "--minutes=5"),
     ("train.py out/mine/config.toml --resume --out_dir=out/mine", "its 20 steps", "--minutes=5"),
@@ -154,12 +150,9 @@ def world(trained, tmp_path_factory):
         (directory / name).write_bytes(content)
     for words in ("a.txt --name=bytes --tokenizer=byte", "b.txt --name=other --tokenizer=out/mine"):
         assert run_here("prepare.py", *words.split(), cwd=directory).returncode == 0
-    for name in ("busy", "several"):
-        shutil.copytree(directory / "out" / "mine", directory / "out" / name)
+    shutil.copytree(directory / "out/mine", directory / "out/several")
     shutil.copytree(directory / "out/mine/checkpoint-20", directory / "out/several/teacher-1")
-    lock = lock_directory(directory / "out" / "busy")
-    yield directory
-    lock.release()
+    return directory
 
 
 @pytest.fixture

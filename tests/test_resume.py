@@ -25,6 +25,7 @@ from tests.edits import copy_edited
 from tests.scripts import MINE, one_line, output_here, output_of, run_here, run_in_child, start
 from train import TrainConfig, configure_optimizers
 
+DATA = SimpleNamespace(tokenizer_json=None, fingerprint="", offset=0)
 COMMON = [*MINE, "--dropout=0.2", "--gradient_accumulation_steps=2"]
 RESUME = ["--out_dir=out/mine", "--resume"]
 
@@ -118,12 +119,11 @@ def test_evaluation_logging_and_checkpoints_change_no_weight(here):
 def saver(directory):
     """A function that saves a tiny model there, with its metrics."""
     model, run = GPT(GPTConfig(8, 11, 1, 2, 4)), RunDirectory(directory, one_process())
-    data = SimpleNamespace(tokenizer_json=None, fingerprint="", offset=0)
     state = State(small(keep_last=1), model, configure_optimizers(model, small()), {})
 
     def save(metrics):
         state.progress.step = metrics["step"]
-        run.save(state, data, metrics)
+        run.save(state, DATA, metrics)
 
     return save
 
@@ -160,15 +160,10 @@ def test_the_best_checkpoint_is_the_best_over_the_tokens_that_count_now(finished
 
 
 # ---------------------------------------------------------------- what may change
-def test_settings_that_were_edited_in_the_runs_file_are_named(finished):
-    file = finished / "out/mine/config.toml"
-    file.write_text(file.read_text().replace("learning_rate = 0.01", "learning_rate = 0.5"))
-    output = output_here("train.py", *RESUME, "--max_iters=22", cwd=finished)
-    assert "config.toml was edited (learning_rate), which has no effect: give flags" in output
-
-
 def test_explicit_flags_override_the_run_and_are_printed(finished):
-    """A data set that was renamed too, but not one with other contents."""
+    """A data set that was renamed too, but not one with other contents, nor an edited setting."""
+    settings = finished / "out/mine/config.toml"
+    settings.write_text(settings.read_text().replace("learning_rate = 0.01", "learning_rate = 0.5"))
     (finished / "data/mine").rename(finished / "data/better name")
     meta = finished / "data/better name/meta.json"
     text = meta.read_text()
@@ -180,11 +175,12 @@ def test_explicit_flags_override_the_run_and_are_printed(finished):
     assert process.returncode == 1 and b"is not what out/mine was trained on" in process.stderr
     meta.write_text(text)
     output = output_here("train.py", *flags, cwd=finished)
+    assert "config.toml was edited (learning_rate), which has no effect: give flags" in output
     assert "max_iters: 20 -> 25" in output and "learning_rate: 0.01 -> 0.005" in output
     assert "batch_size: 4 -> 2" in output and "gradient_accumulation_steps: 1 -> 2" in output
     assert "dataset: mine -> better name" in output and "n_embd" not in output
     assert "--warmup_iters=30: the run ends at step 25" in output
-    config = tomllib.loads((finished / "out/mine/config.toml").read_text("utf-8"))
+    config = tomllib.loads(settings.read_text("utf-8"))
     assert (config["max_iters"], config["learning_rate"], config["n_embd"]) == (25, 5e-3, 16)
     assert read_log(finished / "out/mine")[-1]["step"] == 25
     settings = load_training_state(finished / "out/mine/checkpoint-25")["settings"]
@@ -304,7 +300,6 @@ class Optimizer(torch.optim.Optimizer):
 def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
     """By names, whatever the groups and their order; stored, and each number in its dtype."""
     idx, ends = torch.arange(8)[None], []
-    data = SimpleNamespace(tokenizer_json=None, fingerprint="", offset=0)
     for stop in (False, True):
         torch.manual_seed(0)
         model = GPT(GPTConfig(8, 11, 1, 2, 4))
@@ -314,7 +309,7 @@ def test_the_state_of_any_optimizer_continues_as_it_was(tmp_path):
         for step in range(4):
             if stop and step == 2:
                 run.path.mkdir()
-                run.save(state, data, {"step": 2})
+                run.save(state, DATA, {"step": 2})
                 optimizer = Optimizer(params[::-1])
                 saved = load_training_state(run.path / "checkpoint-2")
                 State(small(), model, [optimizer], {}).load_state_dict(saved)
