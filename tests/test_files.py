@@ -3,10 +3,8 @@
 import errno
 import os
 import shutil
-import signal
 import stat
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from gptling.cli import UserError
 from gptling.files import lock_directory, new_directory, replace
 from tests.conftest import contents
-from tests.scripts import ROOT, TEXT, TINY, run_here
+from tests.scripts import TEXT, TINY, run_here, start
 
 
 def test_a_directory_is_on_the_disk_before_it_has_its_name(here, monkeypatch):
@@ -78,8 +76,8 @@ def test_a_rename_that_is_denied_once_is_tried_again(tmp_path, monkeypatch):
     assert contents(tmp_path / "drive") == {Path("a"): b"whole"}
 
 
-def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(here, monkeypatch):
-    """Files are synced, or the run ends."""
+def test_a_drive_that_cannot_sync_directories_gets_whole_files(tmp_path, monkeypatch):
+    """Files are synced, or that is an error."""
     kinds, fsync = {stat.S_ISDIR}, os.fsync
 
     def fail(descriptor):
@@ -89,11 +87,12 @@ def test_a_drive_that_cannot_sync_directories_gets_whole_checkpoints(here, monke
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fail)
-    assert run_here("train.py", "--dataset=mine", *TINY, cwd=here).returncode == 0
-    assert (here / "out/mine/checkpoint-20/metrics.json").is_file()
+    with new_directory(tmp_path / "new") as new:
+        replace(new / "a", b"whole")
+    assert contents(tmp_path / "new") == {Path("a"): b"whole"}
     kinds.add(stat.S_ISREG)
     with pytest.raises(OSError, match="Invalid argument"):
-        replace(here / "a", b"")
+        replace(tmp_path / "a", b"")
 
 
 @pytest.mark.parametrize(
@@ -132,14 +131,19 @@ def test_every_file_has_the_permissions_that_the_umask_gives(trained):
     assert set(modes.values()) == {modes[trained / "mine.txt"]}, modes
 
 
+def lock_and_wait(directory):
+    _lock = lock_directory(directory)
+    (directory / "locked").touch()
+    time.sleep(60)
+
+
 def test_a_directory_is_locked_until_it_is_released_or_the_process_ends(tmp_path):
-    code = "import gptling.files, pathlib, sys\nlock = gptling.files.lock_directory("
-    code += "pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
-    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT, **streams) as process:
-        assert process.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="another process that is writing there"):
-            lock_directory(tmp_path)
-        process.send_signal(signal.SIGKILL)
+    child = start(lock_and_wait, tmp_path)
+    while not (tmp_path / "locked").exists():
+        time.sleep(0.01)
+    with pytest.raises(UserError, match="another process that is writing there"):
+        lock_directory(tmp_path)
+    child.kill()
+    child.join()
     for _ in range(2):
         lock_directory(tmp_path).release()
