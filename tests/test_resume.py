@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -59,12 +60,26 @@ def after_step(code):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts twenty trainings by fork")
 def test_a_run_killed_twenty_times_equals_an_uninterrupted_one(here):
+    """At random moments, half of them while a checkpoint is being written."""
     flags = [*COMMON, "--max_iters=900", "--log_interval=5", "--optimizer=muon"]
     output_of("train.py", *flags, "--out_dir=out/whole", cwd=here)
-    arguments = ["20", "out/parts", *flags, "--out_dir=out/parts"]
-    kills, while_writing = map(int, output_of("tests/killer.py", *arguments, cwd=here).split())
-    assert kills == 20 and while_writing > 0
-    assert_equal_runs(here / "out" / "whole", here / "out" / "parts", 900)
+    arguments = ["train.py", *flags, "--out_dir=out/parts", "--auto_resume"]
+    run, moments, while_writing = here / "out/parts", random.Random(20), 0
+    for kill in range(20):
+        child = start(run_in_child, arguments, here, [os.devnull] * 3)
+        while kill % 2 and not any(run.glob(".checkpoint-*/new")):
+            time.sleep(0.0005)
+            assert child.is_alive(), "the run ended before it was killed"
+        time.sleep(moments.uniform(0, 0.01) if kill % 2 else moments.uniform(0.05, 0.6))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL, "the run ended before it was killed"
+        for path in run.glob(".checkpoint-*/new"):
+            while_writing += 1
+            shutil.rmtree(path.parent)  # as the next start does, later
+    output_of(*arguments, cwd=here)
+    assert while_writing > 0
+    assert_equal_runs(here / "out" / "whole", run, 900)
 
 
 @pytest.mark.parametrize("optimizer, dtype", [("muon", "float32"), ("adamw", "float16")])
