@@ -137,13 +137,13 @@ class RunDirectory:
         done = state.progress.steps_before + state.progress.step  # all models' steps
         log = self.path / "log.jsonl"
         log.touch()
-        lines = log.read_bytes().splitlines()
-        if not done and (list_models(self.path) or any(b"val_loss" in line for line in lines)):
+        content = log.read_bytes()
+        if not done and (list_models(self.path) or b"val_loss" in content):
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path, ignore_errors=True)
         kept = []
-        for line in lines:
+        for line in content.splitlines():
             with suppress(ValueError, TypeError, KeyError):  # cut off by a power failure
                 if json.loads(line)["step"] <= done:
                     kept.append(line + b"\n")

@@ -117,7 +117,6 @@ MISTAKES = [
     ("train.py --max_iters=9 --minutes=0", "--minutes=0", "--max_iters"),
     # The run has ended, too, which is the lesser reason.
     ("train.py --resume --out_dir=out/mine --n_layer=3", "--n_layer=3", "has 2"),
-    ("train.py --resume --out_dir=out/mine --seed=5", "has 1337", "--out_dir"),
     ("train.py --resume --out_dir=out/mine --dataset=other", "data/other", "--init_from=out/mine"),
     (SEVERAL + "--max_iters=30 --teacher=out/mine", "--teacher=out/mine/", "learns from its own"),
     # ------------------------------------------------------------ sampling
