@@ -52,8 +52,7 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
         ("--width 4", {"width": 4}),
         ("--line-width=2 --line_width=1e-3", {"line_width": 1e-3}),  # the last one
         ("--name=--loud", {"name": "--loud"}),
-        ("--loud=True --curves=True", {"loud": True, "curves": True}),
-        ("--loud=False --curves=False", {"loud": False, "curves": False}),
+        ("--loud=True --curves=False", {"loud": True, "curves": False}),
         ("--loud False --curves True", {"loud": False, "curves": True}),
         ("--loud --no-curves", {"loud": True, "curves": False}),
         ("--mode=False --name True --width 1", {"mode": False, "name": "True", "width": 1}),

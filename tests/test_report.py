@@ -139,16 +139,11 @@ def test_lines_have_the_speed_since_the_last_report(tmp_path, capsys, monkeypatc
     assert log[0]["ms"] == 2000 and log[0]["tokens_per_s"] == 64
 
 
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
-
-
 def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path):
     reported = []
-    with contextlib.redirect_stdout(Terminal()) as terminal:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    terminal.isatty = lambda: True
+    with contextlib.redirect_stdout(terminal):
         report = report_of(tmp_path, max_iters=20, log_interval=5)
         for step in range(1, 11):
             report.bar.update()
@@ -161,7 +156,7 @@ def test_a_terminal_has_a_bar_and_only_evaluations_above_it(tmp_path):
         report.progress.best = 2.5
         report.evaluation(metrics | {"is_cross_entropy": True})
     assert reported == [1, 5, 10], "as in a file, so that a GPU is not waited for"
-    *bars, line, end = re.split("[\r\n]", terminal.getvalue())
+    *bars, line, end = re.split("[\r\n]", terminal.buffer.getvalue().decode())
     assert any(bar.startswith("step 10/20 | loss 2.346 | ") and "left |█" in bar for bar in bars)
     assert line == "step 10/20 | validation 2.500 nats per token, 1.500 bits per byte (best)"
     assert end == "" and all("tokens/s" not in bar for bar in bars)

@@ -19,10 +19,9 @@ def machine() -> str:
     """The processor, its cores, and the versions that a figure belongs to."""
     import torch
 
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), name)
+    cpuinfo = Path("/proc/cpuinfo")
+    found = cpuinfo.exists() and re.search("model name.*: (.*)", cpuinfo.read_text())
+    name = found[1] if found else platform.processor() or platform.machine()
     name += f" ({torch.backends.cpu.get_cpu_capability()})"
     if torch.cuda.is_available():
         name += f", {torch.cuda.get_device_name()}"
