@@ -103,9 +103,9 @@ class Report:
             return
         entry["step"] += self.progress.steps_before
         entry["seconds"] = round(self.progress.seconds, 3)
-        # JSON has no infinity and no NaN, which the norm of a float16 step may be: null.
-        finite = json.loads(json.dumps(entry), parse_constant=lambda name: None)
         try:
+            # JSON has no infinity and no NaN, which the norm of a float16 step may be: null.
+            finite = json.loads(json.dumps(entry), parse_constant=lambda name: None)
             with (Path(self.config.out_dir) / "log.jsonl").open("a") as file:
                 file.write(json.dumps(finite) + "\n")
             if self.shows:
