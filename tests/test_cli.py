@@ -68,9 +68,7 @@ def test_flags_have_the_types_of_their_fields(arguments, expected):
 
 
 @pytest.mark.parametrize("preset", sorted(file.stem for file in CONFIG.glob("*.toml")))
-def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
-    preset, tmp_path, monkeypatch
-):
+def test_presets_are_found_anywhere_and_say_sizes_steps_and_rates(preset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     c, given = load_config(TrainConfig, "", [f"config/{preset}.toml"], presets=True)
     needed = "dataset block_size batch_size optimizer learning_rate schedule min_lr warmup_iters "
@@ -99,9 +97,7 @@ def test_presets_are_found_from_any_directory_and_say_sizes_steps_and_rates(
         (OSError("a bug"), 0, ""),
     ],
 )
-def test_a_script_ends_with_one_line_and_a_bug_with_its_traceback(
-    error, code, named, monkeypatch, capsys
-):
+def test_a_mistake_ends_in_a_line_a_bug_in_a_traceback(error, code, named, monkeypatch, capsys):
     def main():
         raise error
 
@@ -145,9 +141,7 @@ def test_train_py_may_come_through_a_pipe(here):
         ("gptling/compare.py", CompareConfig, "gptling/compare.py [-h] [PATCHES] "),
     ],
 )
-def test_help_shows_what_a_script_does_and_every_field_with_its_comment(
-    file, cls, usage, monkeypatch, capsys
-):
+def test_help_says_what_a_script_and_each_field_do(file, cls, usage, monkeypatch, capsys):
     source = "".join((ROOT / name).read_text("utf-8") for name in (file, "model.py"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("sys.argv", [file])

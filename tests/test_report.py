@@ -194,9 +194,7 @@ TAUGHT = "More text would help now. More time would not, because the model would
         (32, "0", (2.1, 2.0), TAUGHT, "out/x"),
     ],
 )
-def test_the_last_lines_say_the_loss_and_what_is_next(
-    epochs, size, losses, help, teacher, tmp_path, capsys
-):
+def test_the_end_says_what_is_next(epochs, size, losses, help, teacher, tmp_path, capsys):
     for step, loss in zip((10, 1200), losses, strict=True):
         write_metrics(tmp_path, step=step, val_loss=loss, bits_per_byte=1.23456, val_tokens=4)
     n_bytes = float(size.replace(",", "")) * 1e6

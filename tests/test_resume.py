@@ -332,9 +332,7 @@ def test_a_state_that_cannot_be_resumed_ends_the_run_at_its_first_checkpoint(her
     assert not list((here / "out/mine").glob("*checkpoint*"))
 
 
-def test_code_that_is_not_the_runs_is_named_and_another_optimizer_starts_without_a_state(
-    finished, capsys
-):
+def test_changed_code_is_named_and_another_optimizer_starts_without_a_state(finished, capsys):
     saved = load_training_state(finished / "out/mine/checkpoint-20")
     model = GPT(GPTConfig(16, 26, 2, 2, 16))
     sources = read_sources(TrainConfig, GPT)
