@@ -222,6 +222,10 @@ class RunDirectory:
         checkpoints = list_checkpoints(self.path)
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
-        best = {best_of(list_models(self.path)), best_of(checkpoints)}  # the run's, this model's
+        try:
+            best = {best_of(list_models(self.path)), best_of(checkpoints)}  # the run's, this model's
+        except UserError as error:  # one is damaged, which costs this run nothing
+            print(f"no old checkpoint was deleted: {error}")
+            return
         for path in set(checkpoints[: -state.config.keep_last]) - best:
             delete_checkpoint(path, checkpoints[-1])
