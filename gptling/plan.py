@@ -96,36 +96,34 @@ class Planner:
         return step * self.config.max_iters
 
     def choose_model(self) -> tuple:
-        """Return the configuration of the largest model that sees enough tokens, and a step's
-        seconds. Models are measured until the best estimate is a measured one."""
+        """Return the configuration of the largest model that fits into the memory and sees enough
+        tokens, and a step's seconds. Models are measured until the best estimate is a measured one.
+        An estimate is low on purpose, so that no model is left out before it is measured."""
         candidates = self.list_candidates()
+        sizes = [self.parameters(candidate) for candidate in candidates]
         seconds = max(1.0, self.seconds_left())
         times = {}  # the seconds of a token, by the candidate's place. Infinity without memory
+        base_size = 1  # the last model that was measured
+        base_time = math.inf
         place = 0 if self.config.n_embd else min(2, len(candidates) - 1)
         while place not in times:
             candidate = candidates[place]
             times[place] = self.time_step(candidate) / tokens_per_step(candidate)
-            place = self.largest_in_time(candidates, times, seconds)
+            if times[place] < math.inf:
+                base_size = sizes[place]
+                base_time = times[place]
+            else:
+                del sizes[place:]  # larger models do not fit either
+            place = 0
+            for i, size in enumerate(sizes):
+                ratio = size / base_size
+                estimate = base_time * min(ratio, ratio**0.6)
+                if seconds / times.get(i, estimate) >= self.enough_tokens(size):
+                    place = i
         # A larger model that is hardly slower than the best is better: bfloat16 pays from a width
         # of 128 on.
         place = max(i for i in times if times[i] <= 1.2 * times[place])
         return candidates[place], times[place] * tokens_per_step(candidates[place])
-
-    def largest_in_time(self, candidates: list, times: dict, seconds: float) -> int:
-        """Return the place of the largest candidate that fits into the memory and sees enough
-        tokens in so many seconds. A token's time is measured, or estimated from the last one that
-        is: low on purpose, so that no model is left out before it is measured."""
-        measured = {i: time for i, time in times.items() if time < math.inf}
-        n_fitting = min(times.keys() - measured.keys(), default=len(candidates))
-        base, base_time = [(0, math.inf), *measured.items()][-1]
-        sizes = [self.parameters(candidate) for candidate in candidates]
-        best = 0
-        for i, size in enumerate(sizes[:n_fitting]):
-            ratio = size / sizes[base]
-            estimate = base_time * min(ratio, ratio**0.6)
-            if seconds / times.get(i, estimate) >= self.enough_tokens(size):
-                best = i
-        return best
 
     def list_candidates(self) -> list:
         """Return the configurations to choose from, by size: the smallest, and all others that are
@@ -268,7 +266,7 @@ class Planner:
         times = [self.now()]  # the first step, which allocates and compiles, begins here
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
-        while len(times) < 3 or (len(times) <= 21 and times[-1] - times[1] <= limit):
+        for _ in range(21):
             for i, (idx, targets) in enumerate(batch, 1):
                 self.processes.sync_gradients(i == len(batch))
                 with self.processes.autocast:
@@ -283,6 +281,8 @@ class Planner:
             objective.item()  # waits for a GPU
             times.append(self.now())
             bar.update()
+            if times[-1] - times[1] > limit:
+                break
         bar.close()
         if self.processes.compiles(candidate):
             self.compiling = times[1] - times[0]  # the run compiles once more
