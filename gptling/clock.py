@@ -30,11 +30,10 @@ class Clock:
 
     def __init__(self, config, data, model, progress, processes):
         self.config = config
+        self.data = data
         self.progress = progress
         self.processes = processes
-        self.val_targets = data.val_targets  # tokens of an evaluation
-        self.all_targets = len(data.val) - 1  # tokens of an evaluation of the whole split
-        self.n_parameters = sum(p.numel() for p in model.parameters())
+        self.saving = saving_time(sum(p.numel() for p in model.parameters()))
         progress.most = most_steps(config, data.n_tokens)
         self.first_step = progress.step
         self.last_look = 0.0  # seconds
@@ -47,24 +46,18 @@ class Clock:
         the median."""
         return statistics.median(self.means[-5:] or self.newest or [0.0])
 
-    def evaluation_time(self) -> float:
-        """Return the seconds of an evaluation with its checkpoint."""
-        expected = evaluation_time(self.config, self.step_time(), self.val_targets)
-        return self.evaluation or expected + saving_time(self.n_parameters)
-
-    def evaluations_left(self, step: int, max_iters: int) -> int:
-        """Return how often a run of max_iters steps evaluates from step `step` on."""
-        return max(1, evaluations(max_iters, self.config) - step // self.config.eval_interval)
-
     def seconds_left(self, step: int, max_iters: int) -> float:
         """Return the seconds from step `step` to the end of a run of max_iters steps, 0 while no
         step is measured."""
-        if not self.step_time():
+        step_time = self.step_time()
+        if not step_time:
             return 0.0
-        n_evaluations = self.evaluations_left(step, max_iters)
-        seconds = (max_iters - step) * self.step_time() + n_evaluations * self.evaluation_time()
+        expected = evaluation_time(self.config, step_time, self.data.val_targets) + self.saving
+        n_evaluations = evaluations(max_iters, self.config) - step // self.config.eval_interval
+        seconds = (max_iters - step) * step_time
+        seconds += max(1, n_evaluations) * (self.evaluation or expected)
         if self.config.eval_tokens == -1:  # the last evaluation covers the whole split
-            seconds += evaluation_time(self.config, self.step_time(), self.all_targets)
+            seconds += evaluation_time(self.config, step_time, len(self.data.val) - 1)
         return seconds
 
     def fitting_steps(self, step: int) -> int:
@@ -104,10 +97,9 @@ class Clock:
         evaluations, whose time is not known yet, the number does not grow."""
         max_iters = self.progress.max_iters
         too_late = self.seconds_left(step, max_iters) + SAVING - seconds
-        is_first = not self.evaluation and self.evaluations_left(step, max_iters) > 1
-        if too_late < 0 and is_first:
-            return max_iters
-        if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds):
+        grows_later = not self.evaluation and max_iters - step > self.config.eval_interval
+        is_near = abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds)
+        if is_near or (too_late < 0 and grows_later):
             return max_iters
         possible = range(step + 1, max(self.progress.most, max_iters) + 1)
         fit = bisect.bisect(possible, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
@@ -138,7 +130,6 @@ def next_model(config, progress, processes):
         return None
     following.max_iters = round(min(TAUGHT, share) * progress.max_iters)
     following.teacher = f"{config.out_dir}/teacher-*"  # see teacher_paths
-    following.teacher_share = None
     fill_in(following, {})
     return following
 

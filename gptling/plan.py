@@ -79,13 +79,12 @@ class Planner:
         if step == math.inf:
             raise MemoryError
 
-        def in_time(config):
-            tokens = self.schedule(config, step)["max_iters"] * tokens_per_step(config)
-            return self.configuration(config.n_layer, config.n_embd, tokens)
-
-        planned = in_time(chosen)
-        if planned.bpe_dropout:  # more steps are allowed (most_steps), and other batches fit them
-            planned = in_time(planned)
+        planned = chosen
+        for _ in range(2):
+            tokens = self.schedule(planned, step)["max_iters"] * tokens_per_step(planned)
+            planned = self.configuration(planned.n_layer, planned.n_embd, tokens)
+            if not planned.bpe_dropout:
+                break  # with it, more steps are allowed (most_steps), and other batches fit them
         if planned != chosen:
             its_step = self.time_step(planned)
             if its_step < math.inf:
@@ -272,7 +271,7 @@ class Planner:
                 with self.processes.autocast:
                     output = forward(idx, targets)
                     terms = loss_terms(model, output, targets, candidate.later_tokens)
-                    objective = sum(terms.values())
+                objective = sum(terms.values())
                 objective.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             for optimizer in optimizers:
