@@ -13,7 +13,6 @@ import torch
 
 from gptling import startup
 from gptling.cli import is_out_of_memory, progress_bar
-from gptling.clock import LEAST_TAUGHT, TEACHING
 from gptling.dataset import Dataset
 from gptling.evaluation import loss_terms
 from gptling.schedule import (
@@ -33,8 +32,18 @@ from gptling.tokenizers import has_merges
 
 # Layers and widths to choose from: the largest model that sees enough tokens in the time. Sweeps
 # "sizes" and "tokens".
-SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
-SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
+SHAPES = [
+    (2, 64),
+    (2, 96),
+    (2, 128),
+    (2, 192),
+    (2, 256),
+    (3, 256),
+    (4, 384),
+    (6, 512),
+    (12, 768),
+    (16, 1024),
+]
 TOKENS_PER_PARAMETER = 1.5  # tokens that a model should see
 # The largest model has so many parameters per token of the text, or so many, whichever is more.
 PARAMETERS_PER_TOKEN = 25  # sweeps "repeated" and "minutes"
@@ -303,8 +312,8 @@ def complete(config, longest: float, set_up, processes):
             plan.append(f"{name}={value:{form}}")
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
-    with_another = seconds * (1 + LEAST_TAUGHT * (1 + TEACHING))
-    if can_be_followed(config) and with_another < planner.seconds_left():
+    enough = 1.7 * seconds  # for another model, by the rules of next_model
+    if can_be_followed(config) and enough < planner.seconds_left():
         print(
             f"    one model needs {seconds / 60:.2g} min: "
             "if time is left, others follow, and the last learns from them"
