@@ -8,7 +8,7 @@
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,21 @@ from gptling.state import Progress, read_sources
 from gptling.teachers import can_teach, find_teachers, fingerprints, teacher_paths
 
 # What a run of --max_iters gets for settings without a value. fill_in derives its rates from these.
-SMALL = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, "dropout": 0.0}
-SMALL |= {"batch_size": 32, "gradient_accumulation_steps": 1, "weight_decay": 0.1}
-SMALL |= {"bpe_dropout": 0.0, "later_tokens": 0.0}
-SMALL |= {"max_iters": 440, "eval_interval": 110, "eval_tokens": 0}
+SMALL = {
+    "block_size": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_embd": 128,
+    "dropout": 0.0,
+    "bpe_dropout": 0.0,
+    "later_tokens": 0.0,
+    "max_iters": 440,
+    "batch_size": 32,
+    "gradient_accumulation_steps": 1,
+    "weight_decay": 0.1,
+    "eval_interval": 110,
+    "eval_tokens": 0,
+}
 
 
 @dataclass
@@ -45,7 +56,7 @@ class Start:
     run: RunDirectory
     sources: dict[str, bytes]  # the code, as it was when the command started
     checkpoint: Path | None = None  # the weights: a resumed run's, init_from's, or None
-    saved: dict[str, Any] = field(default_factory=dict)  # a resumed run's state, otherwise {}
+    saved: dict[str, Any] | None = None  # a resumed run's state
     progress: Progress | None = None  # a resumed run's, the model's before, then this model's own
     following: Any = None  # the next model's configuration, once this model has ended
 
@@ -88,24 +99,24 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
     if length_flag == "minutes" and not config.minutes:
         raise UserError("--minutes=0: give a time above 0, or --max_iters")
     start = Start(RunDirectory(Path(config.out_dir), processes), sources)
-    config = resume_or_begin(config, given, start)
-    if config.init_from != "scratch" and not start.saved:
+    find_run(config, start)
+    if start.saved:
+        resume(config, given, start)
+    elif config.init_from != "scratch":
         start.checkpoint = find_checkpoint(config.init_from or "--init_from=")
     processes.use_device(config.device)
     devices.choose_algorithms(config.deterministic)
-
     others = teacher_paths(config)
     if start.checkpoint:
         others.append(start.checkpoint)
         adopt_sizes(config, given, stored_sizes(model_class, start.checkpoint), start.checkpoint)
-    lengths = [stored_sizes(model_class, path)["block_size"] for path in others]
-    longest = min(lengths, default=math.inf)
+    longest = longest_context(config, model_class, others)
     missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
     if missing and processes.is_main:
         quickstart()
     processes.barrier()
     if start.saved:  # a resumed run has its settings
-        change_length(config, length_flag, start.progress, processes)
+        start.following = change_length(config, length_flag, start.progress, processes)
     elif config.eval_only or (config.max_iters and length_flag != "minutes"):  # steps
         config.minutes = 0.0
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
@@ -113,35 +124,32 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         build = partial(set_up, checkpoint=start.checkpoint, processes=processes)
         plan.complete(config, longest, build, processes)
     check_schedule(config)
-    yield from models(config, start, model_class, processes)
+    yield from models(config, start, model_class)
 
 
-def models(config, start: Start, model_class: type, processes):
+def models(config, start: Start, model_class: type):
     """Yield (configuration, start) of a model, unless a resumed run has trained it, and of those
     that follow it in the same run. Raises UserError if these would have another text or code."""
-    following = next_model(config, start.progress, processes) if start.saved else None
-    if following:
+    if start.following:
         load_model(model_class, start.checkpoint, config.allow_changed_model)
     else:
         yield config, start
-        following = start.following
-    while following:
+    while config := start.following:
         path = start.run.path
         check_text(config, load_training_state(list_models(path)[-1]))
         start.run.keep_teacher()
         start = Start(start.run, start.sources, progress=start.progress)
-        kind = "learns from those before it" if following.teacher else "has another seed"
-        print(f"\nModel {following.models_before + 1} of this run {kind}.")
+        kind = "learns from those before it" if config.teacher else "has another seed"
+        print(f"\nModel {config.models_before + 1} of this run {kind}.")
         print(f"The model before it is kept as {list_teachers(path)[-1]}.")
-        yield following, start
-        following = start.following
+        yield config, start
 
 
-def resume_or_begin(config, given: dict, start: Start):
-    """Lock the directory of the run. Return the configuration: a resumed run's, or the given one.
-    Raises UserError for a run that these flags cannot continue."""
+def find_run(config, start: Start):
+    """Lock the directory of the run. If these flags continue a run, load what it has saved. Raises
+    UserError for a run that they cannot continue."""
     if config.eval_only:
-        return config
+        return
     run = start.run
     run.acquire()
     checkpoints = list_models(run.path)
@@ -164,90 +172,97 @@ def resume_or_begin(config, given: dict, start: Start):
             f"another process resumes from a later step than {step}: "
             "--out_dir has to be one folder for all machines"
         )
-    return resume(config, given, start) if start.saved else config
 
 
 def resume(config, given: dict, start: Start):
-    """Return a resumed run's configuration, see resumed_config, and load its progress."""
-    run = start.run
+    """Give the configuration a resumed run's settings, see restore_settings, and load the run's
+    progress."""
+    path = start.run.path
     saved = start.saved["config"]
-    edited = [k for k, value in read_settings(run.path).items() if saved.get(k) != value]
+    edited = [k for k, value in read_settings(path).items() if saved.get(k) != value]
     if edited:
-        names = ", ".join(edited)
-        print(f"{run.path}/config.toml was edited ({names}), which has no effect: give flags")
-    config = resumed_config(config, saved, given)
+        print(
+            f"{path}/config.toml was edited ({', '.join(edited)}), which has no effect: give flags"
+        )
+    restore_settings(config, saved, given)
     start.progress = Progress(config.max_iters)
     start.progress.load(start.saved["progress"])
     # Without a checkpoint the last teacher has ended, and the model after it has not begun.
-    teachers = list_teachers(run.path)
-    config.models_before = len(teachers) - (not list_checkpoints(run.path))
+    teachers = list_teachers(path)
+    config.models_before = len(teachers) - (not list_checkpoints(path))
     if teachers and "teacher" in given:
-        raise UserError(f"--teacher={given['teacher']}: {run.path} learns from its own models")
-    return config
+        raise UserError(f"--teacher={given['teacher']}: {path} learns from its own models")
 
 
-def resumed_config(config, saved: dict, given: dict):
-    """Return a run's saved configuration, but with the flags that are given now, and defaults for
-    fields that are new. Prints what changes. Raises UserError for a flag that would make it a
-    different run."""
+def restore_settings(config, saved: dict, given: dict):
+    """Give the configuration the saved settings of a run, except for those with a flag. Prints what
+    changes. Raises UserError for a flag that would make it a different run."""
     once = cli.marked_fields(type(config), "once")
     fixed = cli.marked_fields(type(config), "fixed")
-    settings = dict(vars(config))
     for name, value in (saved | given).items():
         before = saved.get(name, "not set")
         if name in once:
-            continue
-        if name not in settings:
-            print(f"{name}: {value} in the run, which this code does not know")
             continue
         if value != before:
             if name in fixed:
                 raise UserError(f"--{name}={value}: the run has {before}: give another --out_dir")
             print(f"{name}: {before} -> {value}")
-        settings[name] = value
-    return type(config)(**settings)
+        if hasattr(config, name):
+            setattr(config, name, value)
+        else:
+            print(f"{name}: {value} in the run, which this code does not know")
 
 
 def stored_sizes(model_class: type, checkpoint: Path) -> dict[str, Any]:
-    """Return the sizes of the model in a checkpoint. Raises UserError."""
-    try:
-        return vars(stored_config(model_class, read_json(checkpoint / "config.json")))
-    except ValueError as error:  # sizes that do not go together
-        raise UserError(f"{checkpoint / 'config.json'}: {error}") from None
+    """Return the sizes of the model in a checkpoint. Raises UserError for a damaged file."""
+    return vars(stored_config(model_class, read_json(checkpoint / "config.json")))
+
+
+def longest_context(config, model_class: type, checkpoints: list[Path]) -> float:
+    """Return the longest sequence that all these models accept. Raises UserError for a longer
+    --block_size."""
+    lengths = [stored_sizes(model_class, path)["block_size"] for path in checkpoints]
+    longest = min(lengths, default=math.inf)
+    if (config.block_size or 0) > longest:
+        raise UserError(
+            f"--block_size={config.block_size}: "
+            f"--init_from and --teacher allow at most {longest} tokens"
+        )
+    return longest
 
 
 def adopt_sizes(config, given: dict, stored: dict, checkpoint: Path):
     """Give the configuration the stored sizes of a checkpoint, except for those with a flag. Raises
     UserError for a size that the checkpoint cannot have."""
-    for name in stored.keys() - given.keys() - {"block_size", "dropout"}:
-        setattr(config, name, stored[name])
+    for name in stored.keys() - {"block_size", "dropout"}:
+        if name not in given:
+            setattr(config, name, stored[name])
+        elif name in ("n_layer", "n_head", "n_embd") and given[name] != stored[name]:
+            raise UserError(f"--{name}={given[name]}: {checkpoint} has {stored[name]}")
     if config.eval_only and config.block_size is None:
         config.block_size = stored["block_size"]
-    for name in ("block_size", "n_layer", "n_head", "n_embd"):
-        value = getattr(config, name) or 0
-        is_shorter = name == "block_size" and value < stored[name]  # a shorter context is allowed
-        if value != stored[name] and not is_shorter:
-            raise UserError(f"--{name}={value}: {checkpoint} has {stored[name]}")
 
 
 def change_length(config, flag: str, progress: Progress, processes):
     """Give a resumed run the new length that a flag asks for: --max_iters, a new total of steps, or
     --minutes, so many more at the mean speed so far. If the model would overfit with more steps,
-    and the minutes are enough for another one, its steps stay."""
+    and the minutes are enough for another one, its steps stay, and this other one is returned."""
     fill_in(config, SMALL)  # fields that the run's code did not have
+    is_longer = flag == "minutes" and config.resume
+    more = config.minutes
+    seconds = progress.seconds_before  # all earlier sessions' time
     if flag == "max_iters":
         config.minutes = 0.0
-    elif flag == "minutes" and config.resume:
-        more = config.minutes
-        seconds = progress.seconds_before  # all earlier sessions' time
+    elif is_longer:
         config.minutes += seconds / 60
-        if next_model(config, progress, processes):
-            return
+    following = next_model(config, progress, processes)
+    if is_longer and not following:
         steps = max(1, round(60 * more * progress.step / (seconds - progress.began)))
         if progress.step < progress.most:  # then others may follow
             steps = min(steps, progress.most - progress.step)
         print(f"about {steps:,} more steps in {more:g} min")
         config.max_iters = progress.step + steps
+    return following
 
 
 def check_schedule(config):

@@ -4,8 +4,6 @@
 import hashlib
 import json
 from collections.abc import Callable
-from glob import glob
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,8 +27,7 @@ def teacher_paths(config) -> list[Path]:
 
 def find_teachers(config) -> str:
     """Return the checkpoints that --teacher names, separated by commas. Raises UserError."""
-    paths = [sorted(glob(path.as_posix())) or [path] for path in teacher_paths(config)]
-    checkpoints = [find_checkpoint(path) for path in chain.from_iterable(paths)]
+    checkpoints = [find_checkpoint(path) for path in teacher_paths(config)]
     for checkpoint in checkpoints:
         if Path(config.out_dir).resolve() in checkpoint.resolve().parents:
             raise UserError(f"--teacher={config.teacher}: give the new run another --out_dir")
@@ -39,10 +36,8 @@ def find_teachers(config) -> str:
 
 def fingerprints(config) -> bytes:
     """Return the sha256 of each teacher's weights as JSON. Raises OSError."""
-    hashes = []
-    for path in teacher_paths(config):
-        with (path / "model.safetensors").open("rb") as weights:
-            hashes.append(hashlib.file_digest(weights, "sha256").hexdigest())
+    weights = (path / "model.safetensors" for path in teacher_paths(config))
+    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in weights]
     return json.dumps(hashes, indent=2).encode()
 
 
@@ -66,11 +61,6 @@ def load_teachers(model_class: type, config, data, processes) -> list[torch.nn.M
     for path in teacher_paths(config):
         teacher = load_model(model_class, path, config.allow_changed_model)
         data.check_tokenizer(path, teacher.config.vocab_size)
-        if teacher.config.block_size < config.block_size:
-            raise UserError(
-                f"--block_size={config.block_size}: "
-                f"the teacher {path} has at most {teacher.config.block_size} tokens"
-            )
         if not can_teach(teacher):
             raise UserError(
                 f"--teacher={path} cannot teach: GPT.forward has to return GPT.logits of "

@@ -17,7 +17,7 @@ import torch
 
 from gptling.cli import UserError
 from gptling.run import RunDirectory, best_of, list_checkpoints, load_training_state
-from gptling.settings import resumed_config
+from gptling.settings import restore_settings
 from gptling.state import State, named_state, read_sources
 from model import GPT, GPTConfig
 from tests.conftest import assert_equal, contents, one_process, read_log, small, weights
@@ -196,12 +196,14 @@ def test_what_makes_a_run_is_fixed_what_is_unknown_is_printed_and_flags_of_one_s
     saved = asdict(small())
     for flag in "bias block_size seed vocab_multiple optimizer init_from".split():
         with pytest.raises(UserError, match=f"--{flag}=other: the run has {saved[flag]}: give"):
-            resumed_config(small(), saved, {flag: "other"})
+            restore_settings(small(), saved, {flag: "other"})
     once = {"allow_changed_model": True, "overwrite": True}
     saved = asdict(small(minutes=2.0)) | once | {"ema": 0.9}
     del saved["keep_last"]  # a setting that the run does not have yet
-    now = small(resume=True, allow_changed_model=True)
-    assert resumed_config(now, saved, {}) == replace(now, minutes=2.0)
+    config = small(resume=True, allow_changed_model=True)
+    expected = replace(config, minutes=2.0)
+    restore_settings(config, saved, {})
+    assert config == expected and not hasattr(config, "ema")
     assert capsys.readouterr().out == "ema: 0.9 in the run, which this code does not know\n"
 
 
