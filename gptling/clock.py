@@ -60,22 +60,6 @@ class Clock:
             seconds += evaluation_time(self.config, step_time, len(self.data.val) - 1)
         return seconds
 
-    def fitting_steps(self, step: int) -> int:
-        """Note that step `step` begins. Return the number of steps that fit into the time budget,
-        by the first process's clock. Without a budget, or news of a time, it is max_iters."""
-        now = self.progress.seconds
-        elapsed = now - self.last_look
-        self.last_look = now
-        is_warm = step > self.first_step + 1  # the first step allocates, and compiles
-        has_news = is_warm and self.note(step, elapsed)
-        fitting = self.progress.max_iters
-        if not self.config.minutes:
-            return fitting
-        if has_news:
-            fitting = self.steps_within(60 * self.config.minutes - now, step)
-        # The other processes have 0, so that the first one's is the largest.
-        return self.processes.all_reduce_max(fitting * self.processes.is_main)
-
     def note(self, step: int, elapsed: float) -> bool:
         """Note the seconds since the last call: a step's, perhaps with an evaluation. Before
         step_time is known, both count as a step. Return whether one of the times has changed."""
@@ -91,19 +75,30 @@ class Clock:
         self.newest = []
         return True
 
-    def steps_within(self, seconds: float, step: int) -> int:
-        """Return max_iters, or another number if the run, now at step `step`, would miss its end by
-        more than 1 % of all its time and 10 % of these seconds. Before the first of several
-        evaluations, whose time is not known yet, the number does not grow."""
-        max_iters = self.progress.max_iters
-        too_late = self.seconds_left(step, max_iters) + SAVING - seconds
-        grows_later = not self.evaluation and max_iters - step > self.config.eval_interval
-        is_near = abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds)
-        if is_near or (too_late < 0 and grows_later):
+    def fitting_steps(self, step: int) -> int:
+        """Note that step `step` begins. Return max_iters, or the number of steps that fit if a new
+        measurement says that the run would miss its end by more than 1 % of all its time and 10 %
+        of the rest. Before the first of several evaluations, whose time is not known yet, the
+        number does not grow. The first process's clock decides."""
+        now = self.progress.seconds
+        elapsed = now - self.last_look
+        self.last_look = now
+        is_warm = step > self.first_step + 1  # the first step allocates, and compiles
+        has_news = is_warm and self.note(step, elapsed)
+        fitting = max_iters = self.progress.max_iters
+        minutes = self.config.minutes
+        if not minutes:
             return max_iters
-        possible = range(step + 1, max(self.progress.most, max_iters) + 1)
-        fit = bisect.bisect(possible, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
-        return step + max(1, fit)
+        left = 60 * minutes - now - SAVING
+        too_late = self.seconds_left(step, max_iters) - left
+        is_near = abs(too_late) <= max(0.6 * minutes, 0.1 * left)
+        grows_later = not self.evaluation and max_iters - step > self.config.eval_interval
+        if has_news and not is_near and (too_late > 0 or not grows_later):
+            possible = range(step + 1, max(self.progress.most, max_iters) + 1)
+            fit = bisect.bisect(possible, left, key=lambda n: self.seconds_left(step, n))
+            fitting = step + max(1, fit)
+        # The other processes have 0, so that the first one's is the largest.
+        return self.processes.all_reduce_max(fitting * self.processes.is_main)
 
 
 def next_model(config, progress, processes):

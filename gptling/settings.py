@@ -106,11 +106,8 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         start.checkpoint = find_checkpoint(config.init_from or "--init_from=")
     processes.use_device(config.device)
     devices.choose_algorithms(config.deterministic)
-    others = teacher_paths(config)
-    if start.checkpoint:
-        others.append(start.checkpoint)
-        adopt_sizes(config, given, stored_sizes(model_class, start.checkpoint), start.checkpoint)
-    longest = longest_context(config, model_class, others)
+
+    longest = adopt_sizes(config, given, model_class, start.checkpoint)
     missing = config.dataset == "quickstart" and not Path("data/quickstart").exists()
     if missing and processes.is_main:
         quickstart()
@@ -213,34 +210,28 @@ def restore_settings(config, saved: dict, given: dict):
             print(f"{name}: {value} in the run, which this code does not know")
 
 
-def stored_sizes(model_class: type, checkpoint: Path) -> dict[str, Any]:
-    """Return the sizes of the model in a checkpoint. Raises UserError for a damaged file."""
-    return vars(stored_config(model_class, read_json(checkpoint / "config.json")))
-
-
-def longest_context(config, model_class: type, checkpoints: list[Path]) -> float:
-    """Return the longest sequence that all these models accept. Raises UserError for a longer
-    --block_size."""
-    lengths = [stored_sizes(model_class, path)["block_size"] for path in checkpoints]
-    longest = min(lengths, default=math.inf)
-    if (config.block_size or 0) > longest:
-        raise UserError(
-            f"--block_size={config.block_size}: "
-            f"--init_from and --teacher allow at most {longest} tokens"
-        )
-    return longest
-
-
-def adopt_sizes(config, given: dict, stored: dict, checkpoint: Path):
-    """Give the configuration the stored sizes of a checkpoint, except for those with a flag. Raises
-    UserError for a size that the checkpoint cannot have."""
+def adopt_sizes(config, given: dict, model_class: type, checkpoint: Path | None) -> float:
+    """Give the configuration the sizes of the model in a checkpoint, if there is one, except for
+    those with a flag. Return the longest sequence that this model and the teachers accept. Raises
+    UserError for a size that they cannot have."""
+    longest = math.inf
+    for path in filter(None, [*teacher_paths(config), checkpoint]):
+        stored = vars(stored_config(model_class, read_json(path / "config.json")))
+        longest = min(longest, stored["block_size"])
+        if (config.block_size or 0) > longest:
+            raise UserError(
+                f"--block_size={config.block_size}: {path} has at most {longest} tokens"
+            )
+    if not checkpoint:
+        return longest
     for name in stored.keys() - {"block_size", "dropout"}:
         if name not in given:
             setattr(config, name, stored[name])
         elif name in ("n_layer", "n_head", "n_embd") and given[name] != stored[name]:
             raise UserError(f"--{name}={given[name]}: {checkpoint} has {stored[name]}")
     if config.eval_only and config.block_size is None:
-        config.block_size = stored["block_size"]
+        config.block_size = longest
+    return longest
 
 
 def change_length(config, flag: str, progress: Progress, processes):

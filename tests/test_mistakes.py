@@ -98,7 +98,6 @@ MISTAKES = [
     ("train.py NEW --dataset=mine --device=cuda", "cuda"),
     ("train.py NEW --dataset=mine --init_from=nix", "nix", "no checkpoint"),
     ("train.py NEW --dataset=bytes --init_from=out/mine", "tokenizer than data/bytes", "=out/mine"),
-    ("train.py NEW --dataset=mine --init_from=out/mine --block_size=17", "=17:", "at most 16"),
     ("train.py NEW --dataset=mine --teacher=nix", "nix", "no checkpoint"),
     ("train.py NEW --dataset=bytes --teacher=out/mine", "another tokenizer", "data/bytes"),
     ("train.py NEW --dataset=mine --teacher=out/mine --block_size=32", "=32:", "at most 16 tokens"),

@@ -15,7 +15,7 @@ from gptling import cli
 from gptling.cli import UserError
 from gptling.gpt2_format import load, save
 from gptling.pretrained import build_model, find_checkpoint, load_model
-from gptling.settings import adopt_sizes, stored_sizes
+from gptling.settings import adopt_sizes
 from gptling.tokenizers import build_tokenizer, load_tokenizer, tokenizer_to_json
 from model import GPT, GPTConfig
 from tests.conftest import edit_json, randomised, read_log, small
@@ -248,19 +248,17 @@ def test_training_takes_the_sizes_of_a_model_that_others_have_published(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(theirs | {"resid_pdrop": 0.5}))
     flags = ["--dropout=0.2", "--block_size=32"]
     config, given = cli.load_config(TrainConfig, "", flags, presets=True)
-    sizes = stored_sizes(GPT, tmp_path)
-    assert sizes["block_size"] == 32
-    adopt_sizes(config, given, sizes, tmp_path)
+    assert adopt_sizes(config, given, GPT, tmp_path) == 32
     expected = dataclasses.asdict(GPTConfig(32, 77, 3, 3, 48, dropout=0.2, bias=True))
     assert expected.items() <= vars(config).items()
     for block_size, eval_only, longest in ((8, True, 8), (None, False, None), (None, True, 32)):
         config = TrainConfig(block_size=block_size, eval_only=eval_only, init_from="any")
-        adopt_sizes(config, {}, sizes, tmp_path)
+        adopt_sizes(config, {}, GPT, tmp_path)
         assert config.block_size == longest and config.dropout is None, "its dropout is no size"
-    refused = (("n_layer", 2, 3), ("n_embd", 96, 48), ("n_head", 4, 3))
+    refused = (("block_size", 33, 32), ("n_layer", 2, 3), ("n_embd", 96, 48), ("n_head", 4, 3))
     for name, value, stored in refused:
-        with pytest.raises(UserError, match=f"--{name}={value}: .* has {stored}"):
-            adopt_sizes(TrainConfig(**{name: value}), {name: value}, sizes, tmp_path)
+        with pytest.raises(UserError, match=f"--{name}={value}: .* has (at most )?{stored}"):
+            adopt_sizes(TrainConfig(**{name: value}), {name: value}, GPT, tmp_path)
 
 
 @pytest.mark.parametrize("multiple, vocab_size", [(8, 32), (27, 27)])
