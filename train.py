@@ -201,8 +201,8 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
     state = State(config, model, optimizers, start.sources, scaler=scaler)
     progress = state.progress
     start.begin(state)
-    clock = Clock(config, data, model, progress, processes)
     report = Report(config, data, model, progress, processes)
+    clock = Clock(config, data, report.n_parameters, progress, processes)
     report.header()
     processes.catch_signals()
 

@@ -28,12 +28,12 @@ class Clock:
     """Measures steps and evaluations. If the run has a time budget, its number of steps follows the
     speed of the machine: as many as fit, but none after which the run would overfit."""
 
-    def __init__(self, config, data, model, progress, processes):
+    def __init__(self, config, data, n_parameters: int, progress, processes):
         self.config = config
         self.data = data
         self.progress = progress
         self.processes = processes
-        self.saving = saving_time(sum(p.numel() for p in model.parameters()))
+        self.saving = saving_time(n_parameters)
         progress.most = most_steps(config, data.n_tokens)
         self.first_step = progress.step
         self.last_look = 0.0  # seconds
@@ -68,7 +68,7 @@ class Clock:
             return True
         self.newest.append(elapsed)
         at_least = 10 if self.processes.device == "cuda" else 1  # a GPU is ahead, until a report
-        enough = max(1.0, 0.03 * 60 * self.config.minutes)  # seconds
+        enough = max(1.0, 1.8 * self.config.minutes)  # seconds: 3 % of the time
         if len(self.newest) < at_least or sum(self.newest) < enough:
             return False
         self.means.append(statistics.mean(self.newest))

@@ -95,19 +95,13 @@ def test_a_teacher_may_have_another_size_and_the_plan_keeps_to_its_context(finis
 
 
 # ---------------------------------------------------------------- a run of several models
-@pytest.mark.parametrize(
-    "minutes, seconds, before, expected",
-    [
-        (16, 600, 0, None),  # a model in ten minutes, and too little time for another one
-        (17, 600, 0, "taught by 1"),
-        (36, 600, 0, "taught by 1"),
-        (37, 600, 0, "another"),
-        (37, 1200, 1, "taught by 2"),
-        (50, 1200, 1, "another"),
-        (999, 1800, 2, "taught by 3"),
-        (0, 600, 0, None),  # a run of --max_iters
-    ],
-)
+# Minutes, seconds so far, models before this one, the next one. A run of --max_iters has 0 minutes.
+NEXT = [(0, 600, 0, None), (16, 600, 0, None), (17, 600, 0, "taught by 1")]
+NEXT += [(36, 600, 0, "taught by 1"), (37, 600, 0, "another"), (37, 1200, 1, "taught by 2")]
+NEXT += [(50, 1200, 1, "another"), (999, 1800, 2, "taught by 3")]
+
+
+@pytest.mark.parametrize("minutes, seconds, before, expected", NEXT)
 def test_time_that_one_model_cannot_use_is_for_another(minutes, seconds, before, expected):
     """A model of ten minutes that has ended. A teacher adds a third to the time of a step."""
     config = small(minutes=minutes, models_before=before, max_iters=300, out_dir="out/x")

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args, get_type_hints
@@ -60,12 +61,7 @@ def one_sequence(here):
 
 
 # ---------------------------------------------------------------- schedule, optimizer, evaluation
-
-
-SCHEDULES = get_args(get_type_hints(TrainConfig)["schedule"])
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", get_args(get_type_hints(TrainConfig)["schedule"]))
 @pytest.mark.parametrize("max_iters", [1, 2, 9, 10, 50, 2000])
 def test_every_schedule_rises_then_falls_to_min_lr(max_iters, schedule):
     warmup, rates = max_iters // 10, {"learning_rate": 1e-3, "min_lr": 1e-4}
@@ -160,13 +156,9 @@ def draw_matrices(n, rows, columns):
 def test_no_update_has_a_singular_value_above_1_3(rows, columns, n, rounding):
     torch.manual_seed(0)
     x = draw_matrices(n, rows, columns)
-    if rounding == "TF32":
-        with RoundToTF32():
-            y = orthogonalise(x)
-    elif rounding == "float32":
-        y = orthogonalise(x, exact=True)
-    else:
-        y = orthogonalise(x.bfloat16()).float()
+    dtype = torch.bfloat16 if rounding == "bfloat16" else torch.float32
+    with RoundToTF32() if rounding == "TF32" else nullcontext():
+        y = orthogonalise(x.to(dtype), exact=rounding == "float32").float()
     assert torch.linalg.matrix_norm(y, 2).max() <= 1.3
 
 
@@ -308,12 +300,10 @@ def test_the_same_logits_predict_later_tokens(here):
         targets[0, :3] = -100
         logits, loss = map(torch.Tensor.detach, model(idx, targets))
         expected, n_targets = torch.zeros(()).double(), (targets != -100).sum()
-        for ahead, weight in ((1, 0.4), (2, 0.2)):
-            for b in range(3):
-                for t in range(T - ahead):
-                    target = targets[b, t + ahead]
-                    if target != -100:
-                        expected -= weight * logits[b, t].log_softmax(-1)[target] / n_targets
+        for ahead, b, t in product((1, 2), range(3), range(T)):
+            target = targets[b, t + ahead] if t + ahead < T else -100
+            if target != -100:
+                expected -= 0.4 / ahead * logits[b, t].log_softmax(-1)[target] / n_targets
         terms = loss_terms(model, (logits, loss), targets, later=0.4)
         assert terms.keys() == {"loss", "later"} and terms["loss"] is loss
         torch.testing.assert_close(terms["later"], expected)
