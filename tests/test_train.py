@@ -60,6 +60,14 @@ def one_sequence(here):
     return [*STILL, "--batch_size=1", "--log_interval=1", "--overwrite"]
 
 
+@torch.no_grad()
+def summed_loss(model, sequences):
+    """The cross-entropy of all tokens but the first of each sequence, in nats."""
+    logits = [model(sequence[None, :-1])[0][0] for sequence in sequences]
+    pairs = zip(logits, sequences, strict=True)
+    return sum(F.cross_entropy(x, ids[1:], reduction="sum").item() for x, ids in pairs)
+
+
 # ---------------------------------------------------------------- schedule, optimizer, evaluation
 @pytest.mark.parametrize("schedule", get_args(get_type_hints(TrainConfig)["schedule"]))
 @pytest.mark.parametrize("max_iters", [1, 2, 9, 10, 50, 2000])
@@ -240,19 +248,15 @@ def test_evaluation_covers_the_whole_split_or_evenly_spread_sequences(
     processes.autocast = nullcontext()
     metrics = evaluate(model, data, 3, processes)
     assert model.training and metrics["is_cross_entropy"] is True
-    model.eval()
     in_all = math.ceil((n_tokens - 1) / 16)
     n = min(in_all, math.ceil(eval_tokens / 16)) or in_all
-    total = n_targets = n_bytes = 0
-    for i in range(n):
-        start = 16 * (i * in_all // n)
-        sequence = torch.from_numpy(ids[start : start + 17])[None]
-        _, loss = model(sequence[:, :-1], sequence[:, 1:])
-        total += loss.item() * (sequence.size(1) - 1)
-        n_targets += sequence.size(1) - 1
-        n_bytes += len(tokenizer.decode(sequence[0, 1:].tolist()).encode())
-    assert metrics["val_tokens"] == n_targets and (n < in_all or n_targets == n_tokens - 1)
-    assert metrics["val_loss"] == pytest.approx(total / n_targets, abs=1e-5)
+    starts = [16 * (i * in_all // n) for i in range(n)]
+    sequences = [torch.from_numpy(ids[start : start + 17]) for start in starts]
+    total = summed_loss(model.eval(), sequences)
+    targets = torch.cat([sequence[1:] for sequence in sequences]).tolist()
+    n_bytes = len(tokenizer.decode(targets).encode())
+    assert metrics["val_tokens"] == len(targets) and (n < in_all or len(targets) == n_tokens - 1)
+    assert metrics["val_loss"] == pytest.approx(total / len(targets), abs=1e-5)
     assert metrics["bits_per_byte"] == pytest.approx(total / math.log(2) / n_bytes, abs=1e-5)
 
 
@@ -476,11 +480,8 @@ def test_eval_all_gives_the_loss_over_both_splits(trained):
     paths = (trained / f"data/mine/{name}.npy" for name in ("train-00000", "val"))
     ids = torch.from_numpy(np.concatenate([np.load(path) for path in paths]).astype(int))
     model = load(GPT, trained / re.search("out/mine/checkpoint-[0-9]+", output)[0])
-    total, n = 0.0, len(ids) - 1
-    for start in range(0, n, 8):
-        part = ids[start : start + 9]
-        logits = model(part[None, :-1])[0][0].detach()
-        total += F.cross_entropy(logits, part[1:], reduction="sum").item()
+    n = len(ids) - 1
+    total = summed_loss(model, [ids[start : start + 9] for start in range(0, n, 8)])
     assert float(output.split()[0]) == pytest.approx(total / n, abs=2e-4)
     assert f"over {n:,} tokens of {Path('data/mine')}\n" in output
 
