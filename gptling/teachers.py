@@ -36,8 +36,10 @@ def find_teachers(config) -> str:
 
 def fingerprints(config) -> bytes:
     """Return the sha256 of each teacher's weights as JSON. Raises OSError."""
-    weights = (path / "model.safetensors" for path in teacher_paths(config))
-    hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in weights]
+    hashes = []
+    for path in teacher_paths(config):
+        with (path / "model.safetensors").open("rb") as weights:
+            hashes.append(hashlib.file_digest(weights, "sha256").hexdigest())
     return json.dumps(hashes, indent=2).encode()
 
 
