@@ -22,19 +22,12 @@ class Processes:
     def __init__(self):
         self.rank = int(os.environ.get("RANK") or 0)
         self.world_size = int(os.environ.get("WORLD_SIZE") or 1)
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if not os.environ.get(name)]
-        if missing and (self.rank or self.world_size > 1):
-            raise UserError(
-                f"the environment has no {', '.join(missing)}: "
-                "unset RANK and WORLD_SIZE, or start with torchrun"
-            )
         self.is_main = self.rank == 0  # the process that writes and prints for all
         self.signal = 0  # see catch_signals
         self.sharded = False  # whether FSDP shards the model: see wrap
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")
-        if self.world_size > 1:
+        if self.rank or self.world_size > 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # cli.launch's would wait for others
             # If torchrun starts all processes of a machine again, its store still has the keys of
             # those that died. Other machines do not know the number of restarts.
@@ -83,11 +76,9 @@ class Processes:
         to call in training, within `autocast`: its gradients are the mean over all processes.
         Raises UserError for FSDP in float16."""
         wide = config.n_embd >= 128  # bfloat16 makes a narrower model slower on a CPU
-        dtype = devices.pick_dtype(config.dtype, self.device, wide, training=True)
-        self.dtype = dtype  # matmuls compute in it
-        self.autocast = torch.autocast(
-            self.device, getattr(torch, dtype), enabled=dtype != "float32"
-        )
+        self.dtype = devices.pick_dtype(config.dtype, self.device, wide, training=True)
+        dtype = getattr(torch, self.dtype)  # matmuls compute in it
+        self.autocast = torch.autocast(self.device, dtype, enabled=dtype != torch.float32)
         self.sharded = config.fsdp and self.world_size > 1
         if self.device == "cpu":
             devices.use_cpu_kernels(model)
@@ -97,7 +88,7 @@ class Processes:
         self.model_class = type(model)  # FSDP changes it
         self.wrapped = model
         if self.sharded:
-            if dtype == "float16":
+            if dtype == torch.float16:
                 raise UserError("--fsdp: float16's scale is not shared, use another --dtype")
             from torch.distributed.fsdp import fully_shard  # slow to import
 
@@ -129,10 +120,8 @@ class Processes:
             return
         tensors = [*model.parameters(), *model.buffers()]
         finite = (tensor.detach().nan_to_num(0, 0, 0) for tensor in tensors)
-        total = sum(tensor.sum(dtype=torch.float64) for tensor in finite)
-        bounds = torch.stack([total, -total])
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        if bounds.sum():
+        total = sum(tensor.sum(dtype=torch.float64) for tensor in finite).item()
+        if self.all_reduce_max(total) != -self.all_reduce_max(-total):
             raise UserError(
                 "the processes have different weights or buffers: do the same in all of them"
             )
