@@ -20,6 +20,7 @@ from typing import Literal
 import gptling.startup  # noqa: F401, has to come before PyTorch  # isort: skip
 import torch
 import tyro
+from torch.nn.utils.rnn import pad_sequence
 
 from gptling.cli import Empty, PositiveInt, UserError, check_numbers, launch, load_config
 from gptling.decoding import WIDE, Sample, print_in_order, speed_up
@@ -71,15 +72,12 @@ class SampleConfig:
 def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     """Return the prompts of --prompt, --prompts or standard input. Without any it is "def" for a
     run on the quick start's text, which is Python's source."""
-    if config.prompts or config.prompt == "-":
-        raw = Path(config.prompts).read_bytes() if config.prompts else sys.stdin.buffer.read()
-        try:
-            text = raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{config.prompts or 'the prompt'} is not UTF-8: {error}") from None
-        # The newline of `echo` is not part of the prompt.
-        text = text.replace("\r\n", "\n").removesuffix("\n")
-        return text.split("\n") if config.prompts else [text]
+    # The newline of `echo`, or the last one of a file, is not part of a prompt.
+    if config.prompts:
+        return Path(config.prompts).read_text("utf-8-sig").removesuffix("\n").split("\n")
+    if config.prompt == "-":
+        sys.stdin.reconfigure(encoding="utf-8-sig")
+        return [sys.stdin.read().removesuffix("\n")]
     settings = checkpoint.parent / "config.toml"
     if not (config.prompt or config.interactive) and settings.is_file():
         if b'dataset = "quickstart"' in settings.read_bytes():
@@ -106,24 +104,23 @@ def write_samples(model: GPT, tokenizer, samples: list[Sample], config: SampleCo
     """Complete all samples as one batch and print them in order. The first appears token by token.
     When it has ended, the one after it continues from there. Sample i of a prompt is drawn with
     seed + i, whatever else is in the batch."""
-    T = max(sample.n_prompt for sample in samples)
+    prompts = [torch.tensor(sample.ids, device=config.device) for sample in samples]
+    idx = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # (B, T)
+    T = idx.size(1)
     if T > model.config.block_size:
         print(f"the model sees the last {model.config.block_size} of {T} tokens", file=sys.stderr)
     print(file=sys.stderr)
-    padding = torch.tensor([[T - sample.n_prompt] for sample in samples])  # (B, 1)
-    mask = (torch.arange(T) >= padding).to(config.device)  # (B, T)
-    rows = [[0] * (T - sample.n_prompt) + sample.ids for sample in samples]
-    idx = torch.tensor(rows, device=config.device)  # (B, T)
+    mask = idx >= 0  # (B, T)
     seeds = [config.seed + i % config.num_samples for i in range(len(samples))]
     options = config.filters()
-    options["padding_mask"] = mask if padding.any() else None
+    options["padding_mask"] = None if mask.all() else mask
     options["generator"] = [torch.Generator(config.device).manual_seed(seed) for seed in seeds]
 
     for sample in samples[1:]:
         sample.unprinted = f"\n---\n{sample.unprinted}"
     start = time.perf_counter()
     print_in_order(samples)
-    for tokens in model.generate(idx, config.max_new_tokens, **options):
+    for tokens in model.generate(idx.clamp(min=0), config.max_new_tokens, **options):
         for sample, token in zip(samples, tokens.tolist(), strict=True):
             sample.add(token, tokenizer)
         print_in_order(samples)
