@@ -34,9 +34,8 @@ def pick_dtype(dtype: str, device: str, wide: bool, training: bool = False) -> s
     if device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.10 has none
-    slow = training and capabilities.get("avx512_fp16")
+    slow = training and capabilities.get("avx512_fp16") and not torch.cpu._is_amx_tile_supported()
     native = torch.cpu._is_avx512_bf16_supported() and not slow
-    native = native or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if device == "cpu" and wide and native else "float32"
 
 
@@ -71,11 +70,10 @@ def cpu_attention(q, k, v, attn_mask=None, **options) -> torch.Tensor:
 def attention_by_matmuls(q, k, v, is_causal=False, dropout_p=0.0) -> torch.Tensor:
     """F.scaled_dot_product_attention of the same arguments, as one matmul with the mask added, a
     softmax and another matmul. PyTorch's own, with dropout, also looks for queries without keys."""
-    mask = q.new_zeros(q.size(2), k.size(2))  # (T, S)
-    if is_causal:
-        mask = mask.fill_(-math.inf).triu_(1)
-    keys, scale = k.flatten(0, 1).mT, 1 / math.sqrt(q.size(3))
-    scores = torch.baddbmm(mask, q.flatten(0, 1), keys, alpha=scale)  # (B nh, T, S)
+    hidden = -math.inf if is_causal else 0.0
+    mask = q.new_full((q.size(2), k.size(2)), hidden).triu_(1)  # (T, S)
+    scale = 1 / math.sqrt(q.size(3))
+    scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)  # (B nh, T, S)
     weights = F.dropout(scores.softmax(-1), dropout_p)
     return (weights @ v.flatten(0, 1)).unflatten(0, q.shape[:2])
 
@@ -113,19 +111,20 @@ class CrossEntropy(torch.autograd.Function):
         # logit and the largest probability belong to one token: -log of the target's probability
         # is the difference of their logits, less the log of that probability.
         differences = logits.amax(-1) + F.nll_loss(logits, targets, reduction="none")  # (N,)
-        losses = (differences - probs.amax(-1).log()).masked_fill(targets == -100, 0)
-        columns = targets.clamp(min=0)[:, None]  # -100 is ignored
-        grad = probs.scatter_(1, columns, -1, reduce="add")
-        ctx.save_for_backward(grad, targets)
-        return losses
+        losses = differences - probs.amax(-1).log()
+        grad = probs.scatter_(1, targets.clamp(min=0)[:, None], -1, reduce="add")
+        ignored = targets == -100
+        grad[ignored] = 0
+        ctx.save_for_backward(grad)
+        return losses.masked_fill_(ignored, 0)
 
     @staticmethod
     def backward(ctx, grad_losses):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: leave out use_cpu_kernels in train.py")
-        grad, targets = ctx.saved_tensors
-        factors = (grad_losses * (targets != -100))[:, None]
+        (grad,) = ctx.saved_tensors
         again = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
+        factors = grad_losses[:, None]
         return (grad * factors if again else grad.mul_(factors)), None
 
 

@@ -10,12 +10,10 @@ after fixed ids. Loading compares model.py's logits with the stored ones, or wit
 import json
 import re
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -70,12 +68,11 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
     Raises ValueError if a GPT-2 of these sizes has other tensors."""
     C = config.n_embd
     T = idx.size(1)
-    gelu = partial(F.gelu, approximate="tanh")
+    gelu = nn.GELU(approximate="tanh")
     options = {"dropout": 0.0, "activation": gelu, "batch_first": True, "norm_first": True}
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced
         block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
-        norm = nn.LayerNorm(C)
-        gpt2 = nn.TransformerEncoder(block, config.n_layer, norm, enable_nested_tensor=False)
+        gpt2 = nn.TransformerEncoder(block, config.n_layer, nn.LayerNorm(C), False)
         # nn.Embedding would draw its weights, for which PyTorch imports its compiler.
         gpt2.wte = nn.Linear(C, config.vocab_size, bias=False)
         gpt2.wpe = nn.Linear(C, config.block_size, bias=False)
@@ -92,14 +89,14 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
     load_tensors(gpt2, state, assign=True)
     mask = nn.Transformer.generate_square_subsequent_mask(T, device=idx.device)
     x = gpt2.wte.weight[idx] + gpt2.wpe.weight[:T]  # (B, T, C)
-    x = gpt2(x, mask, is_causal=True)
-    return gpt2.wte(x[:, -1])
+    return gpt2.wte(gpt2(x, mask)[:, -1])
 
 
 def distinct_tensors(model: nn.Module) -> Tensors:
     """Return the state dict with shared tensors once, under their first names."""
-    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
+    state = model.state_dict()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: state[name] for name, _ in named if name in state}
 
 
 def published_tensors(model: nn.Module) -> Tensors:
