@@ -27,6 +27,7 @@ from gptling.decoding import WIDE, Sample, print_in_order, speed_up
 from gptling.devices import cast_parameters, pick_device, pick_dtype
 from gptling.explain import explain, write_page
 from gptling.pretrained import find_checkpoint, load_model
+from gptling.run import read_settings
 from gptling.tokenizers import encode, load_tokenizer, start_token
 from model import GPT, next_token_probs
 
@@ -78,11 +79,10 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     if config.prompt == "-":
         sys.stdin.reconfigure(encoding="utf-8-sig")
         return [sys.stdin.read().removesuffix("\n")]
-    settings = checkpoint.parent / "config.toml"
-    if not (config.prompt or config.interactive) and settings.is_file():
-        if b'dataset = "quickstart"' in settings.read_bytes():
-            print("the quick start's text is Python, hence --prompt def", file=sys.stderr)
-            return ["def"]
+    is_quickstart = read_settings(checkpoint.parent).get("dataset") == "quickstart"
+    if is_quickstart and not (config.prompt or config.interactive):
+        print("the quick start's text is Python, hence --prompt def", file=sys.stderr)
+        return ["def"]
     return [config.prompt]
 
 
@@ -141,9 +141,12 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
         "Type a prompt, then Enter. Ctrl-C ends a text, or quits here. So does an empty line.",
         file=sys.stderr,
     )
-    print("> ", end="", file=sys.stderr, flush=True)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    while prompt := sys.stdin.readline().rstrip("\r\n"):
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        prompt = sys.stdin.readline().rstrip("\r\n")
+        if not prompt:
+            return
         try:
             write_samples(model, tokenizer, make_samples(tokenizer, [prompt], config), config)
         except UserError as error:  # a mistake ends one text, not the conversation
@@ -151,7 +154,6 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
         except KeyboardInterrupt:
             print()
         config.seed += config.num_samples  # the same prompt gets another text
-        print("> ", end="", file=sys.stderr, flush=True)
 
 
 def main():
