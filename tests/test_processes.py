@@ -149,34 +149,46 @@ def test_a_second_signal_ends_a_single_process_at_once(number):
         assert (signal.getsignal(number) == signal.SIG_DFL) == (world_size == 1)
 
 
-def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here):
+@pytest.mark.parametrize("changed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here, changed):
     """The same micro-batches with the same dropout; the losses of the log are those of all, also if
-    they have other numbers of targets, with a teacher and later tokens."""
-    flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=4", "--dropout=0.3"]
-    flags += ["--max_iters=3", "--optimizer=muon"]
-    shutil.copytree(trained / "out/mine", here / "teacher")
-    flags += ["--teacher=teacher", "--later_tokens=0.5"]
-    options, processes = {"FLOAT64": "1", "MASKED": "1"}, []
+    they have other numbers of targets, with a teacher and later tokens. A changed model's too, also
+    of one whole batch."""
+    flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=4"]
+    runs = {"one": [], "two": [], "shards": ["--fsdp"]}
+    if changed:
+        case, steps, besides = "CHANGED", 20, ["batches"]
+        runs["whole"] = ["--batch_size=8", "--gradient_accumulation_steps=1"]
+        runs["shards"].append("--recompute")
+    else:
+        case, steps, besides = "MASKED", 3, []
+        shutil.copytree(trained / "out/mine", here / "teacher")
+        flags += ["--teacher=teacher", "--later_tokens=0.5", "--dropout=0.3", "--optimizer=muon"]
     (here / "output").touch()
-
-    def start_run(name, *more, **environment):
-        given = [*flags, *more, f"--out_dir=out/{name}"]
-        processes.append(start(train_in_fork, given, here, options | environment))
-
-    start_run("one")
-    for name, more in (("two", []), ("shards", ["--fsdp"])):
-        both = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-        for rank in "01":
-            start_run(name, *more, RANK=rank, **both)
+    processes = []
+    for name, more in runs.items():
+        given = [*flags, f"--max_iters={steps}", *more, f"--out_dir=out/{name}"]
+        options = {"FLOAT64": "1", case: "1"}
+        if name in ("two", "shards"):
+            options |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+        for rank in range(int(options.get("WORLD_SIZE", 1))):
+            options = options | {"RANK": str(rank)}
+            processes.append(start(train_in_fork, given, here, options))
     for process in processes:
         process.join(120)
         assert process.exitcode == 0
     assert (here / "output").read_text().count("2 processes") == 2  # each run's first one prints
-    for name in ("two", "shards"):
-        one, other = (here / "out" / run for run in ("one", name))
-        states = [load_training_state(run / "checkpoint-3") for run in (one, other)]
+    one = here / "out/one"
+    assert all(tensor.dtype == torch.float64 for tensor in weights(one, steps).values())
+    batches = {"one": 4 * steps, "two": 2 * steps, "shards": 2 * steps, "whole": steps}
+    for name in runs:
+        other = here / "out" / name
+        states = [load_training_state(run / f"checkpoint-{steps}") for run in (one, other)]
         torch.testing.assert_close(*(state["optimizers"] for state in states))
-        assert_close_runs(one, other, 1e-12, step=3)
+        assert_close_runs(one, other, 1e-12, step=steps, besides=besides)
+        if changed:  # a buffer, which is the first process's
+            assert weights(other)["batches"] == batches[name]
+    assert len(losses(one)[2]) == (steps if changed else 0)
     entry = read_log(here / "out/two")[0]
     tokens = entry["tokens_per_s"] * entry["ms"] / 1000  # of all processes
     assert tokens == pytest.approx(2 * 4 * 16, rel=1e-6)
@@ -192,27 +204,6 @@ def test_processes_whose_weights_part_are_an_error(here, parts):
     copy_edited(here, project, [(step, noise + step), (INIT, balance + INIT)])
     output = finish(torchrun(here / "train.py", *MINE, cwd=here), code=1 if parts else 0)
     assert ("the processes have different weights" in output) == bool(parts)
-
-
-@pytest.mark.slow
-def test_one_process_accumulation_two_processes_and_shards_agree_in_float64(here):
-    """On a changed model."""
-    where = {"cwd": here, "FLOAT64": "1", "CHANGED": "1"}
-    split = ["--batch_size=4", "--gradient_accumulation_steps=2"]
-    two = [torchrun("script.py", *FLAGS, *split, "--out_dir=out/ddp", **where)]
-    sharded = ["--fsdp", "--recompute", "--out_dir=out/fsdp"]
-    two.append(torchrun("script.py", *FLAGS, *split, *sharded, **where))
-    for name, more in (("one", ["--batch_size=8"]), ("accumulated", split)):
-        output_of(here / "script.py", *FLAGS, *more, f"--out_dir=out/{name}", **where)
-    for process in two:
-        assert "2 processes" in finish(process)
-    one = here / "out" / "one"
-    assert all(tensor.dtype == torch.float64 for tensor in weights(one).values())
-    batches = {"one": 20, "accumulated": 40, "ddp": 20, "fsdp": 20}  # the first process's
-    for name, n in batches.items():
-        assert weights(here / "out" / name)["batches"] == n
-        assert_close_runs(one, here / "out" / name, 1e-12, besides=["batches"])
-    assert len(losses(one)[2]) == 20
 
 
 @pytest.mark.slow
