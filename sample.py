@@ -75,7 +75,11 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     run on the quick start's text, which is Python's source."""
     # The newline of `echo`, or the last one of a file, is not part of a prompt.
     if config.prompts:
-        return Path(config.prompts).read_text("utf-8-sig").removesuffix("\n").split("\n")
+        try:
+            text = Path(config.prompts).read_text("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{config.prompts} is not UTF-8: {error}") from None
+        return text.removesuffix("\n").split("\n")
     if config.prompt == "-":
         sys.stdin.reconfigure(encoding="utf-8-sig")
         return [sys.stdin.read().removesuffix("\n")]
@@ -141,12 +145,9 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
         "Type a prompt, then Enter. Ctrl-C ends a text, or quits here. So does an empty line.",
         file=sys.stderr,
     )
+    print("> ", end="", file=sys.stderr, flush=True)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        prompt = sys.stdin.readline().rstrip("\r\n")
-        if not prompt:
-            return
+    while prompt := sys.stdin.readline().rstrip("\r\n"):
         try:
             write_samples(model, tokenizer, make_samples(tokenizer, [prompt], config), config)
         except UserError as error:  # a mistake ends one text, not the conversation
@@ -154,6 +155,7 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
         except KeyboardInterrupt:
             print()
         config.seed += config.num_samples  # the same prompt gets another text
+        print("> ", end="", file=sys.stderr, flush=True)
 
 
 def main():

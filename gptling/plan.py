@@ -13,6 +13,7 @@ import torch
 
 from gptling import startup
 from gptling.cli import is_out_of_memory, progress_bar
+from gptling.clock import LEAST_TAUGHT, TEACHING
 from gptling.dataset import Dataset
 from gptling.evaluation import loss_terms
 from gptling.schedule import (
@@ -312,7 +313,7 @@ def complete(config, longest: float, set_up, processes):
             plan.append(f"{name}={value:{form}}")
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
-    enough = 1.7 * seconds  # for another model, by the rules of next_model
+    enough = seconds * (1 + LEAST_TAUGHT * (1 + TEACHING))  # for another model: see next_model
     if can_be_followed(config) and enough < planner.seconds_left():
         print(
             f"    one model needs {seconds / 60:.2g} min: "

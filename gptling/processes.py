@@ -31,7 +31,11 @@ class Processes:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # cli.launch's would wait for others
             # If torchrun starts all processes of a machine again, its store still has the keys of
             # those that died. Other machines do not know the number of restarts.
-            store, rank, world_size = next(dist.rendezvous("env://"))
+            try:
+                store, rank, world_size = next(dist.rendezvous("env://"))
+            except ValueError as error:  # "environment variable RANK expected, but not set"
+                hint = "start with torchrun, or unset RANK and WORLD_SIZE"
+                raise UserError(f"{error}: {hint}") from None
             if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
                 store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             # Decisions travel between CPUs, so that no GPU waits for them.

@@ -223,7 +223,7 @@ class RunDirectory:
         if why_not_gpt2 and len(checkpoints) == 1:  # printed once
             print(f"only this model.py can load checkpoints (model_type gptling): {why_not_gpt2}")
         try:
-            best = {best_of(list_models(self.path)), best_of(checkpoints)}  # the run's, this model's
+            best = {best_of(checkpoints), best_of(list_models(self.path))}  # the model's, the run's
         except UserError as error:  # one is damaged, which costs this run nothing
             print(f"no old checkpoint was deleted: {error}")
             return

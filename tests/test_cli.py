@@ -15,7 +15,7 @@ from gptling.compare import CompareConfig
 from gptling.run import load_training_state
 from prepare import PrepareConfig
 from sample import SampleConfig
-from tests.scripts import MINE, ROOT, output_of, run_here
+from tests.scripts import MINE, ROOT, one_line, output_of, run_here, run_script
 from train import TrainConfig
 
 
@@ -158,6 +158,12 @@ def test_help_says_what_a_script_and_each_field_do(file, cls, usage, monkeypatch
         assert hidden or " ".join((at[2] or at[1]).split()) in text
         positional = f"[{field.name.upper()}]" in usage
         assert (f"--{field.name}" in text) != (hidden or positional)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_a_part_of_torchruns_environment_is_one_line(name, here):
+    process = run_script("train.py", *MINE, cwd=here, **{name: "2"})
+    one_line(process, "expected, but not set", "torchrun")
 
 
 def test_auto_is_chosen_again_on_another_machine(here, monkeypatch):

@@ -127,7 +127,7 @@ MISTAKES = [
     ("in no_model: sample.py", "out/", "train.py"),
     ("sample.py out/mine --prompt=\udcff", r"'\udcff'", "U+DCFF"),  # a byte that is not UTF-8
     ("sample.py out/mine --prompts=missing.txt", "missing.txt", "no such file"),
-    ("sample.py out/mine --prompts=latin.txt", "'utf-8' codec", "0xe9"),
+    ("sample.py out/mine --prompts=latin.txt", "latin.txt is not UTF-8", "0xe9"),
     ("sample.py out/mine --temperature=-1", "--temperature=-1", 2),
     ("sample.py out/mine --top_p=0", "top_p=0", 2),
     ("sample.py out/mine --min_p=2", "min_p=2", 2),
