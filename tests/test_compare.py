@@ -28,8 +28,8 @@ SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "config", "gptling
 FLAGS = ["--dataset=mine", *TINY, "--max_iters=10"]
 
 
-def git(*words):
-    command = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", *words]
+def git(words):
+    command = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", *words.split()]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -43,7 +43,7 @@ def run_compare(here, monkeypatch, capsys):
     copy_edited(here, SOURCES, ())
     monkeypatch.chdir(here)
     for words in ("init --quiet", "add --all", "commit --quiet --message=start"):
-        git(*words.split())
+        git(words)
 
     def run_compare(*words, fake=None):
         def execute_here(*command):
@@ -84,8 +84,8 @@ def comment_patch(header=""):
     """A patch of a comment in model.py. The project itself stays unchanged."""
     edit("model.py", "import math\n", "import math  # maths\n")
     edit(".gitignore", ".venv/", ".venv")  # no code, but a file of git's
-    diff = git("diff", "--no-color")
-    git("checkout", "--quiet", ".")
+    diff = git("diff --no-color")
+    git("checkout --quiet .")
     Path("out").mkdir(exist_ok=True)
     Path("out/same.patch").write_text(header + diff, encoding="utf-8")
     return "out/same.patch"
@@ -130,13 +130,13 @@ def test_the_time_of_a_step_is_the_mean_over_all_steps_after_the_warm_up():
 
 def test_the_same_code_gives_a_difference_of_exactly_zero(run_compare, monkeypatch):
     monkeypatch.setattr(compare, "step_time", lambda log: 1.0)
-    patch, before = comment_patch(), git("status", "--porcelain")
+    patch, before = comment_patch(), git("status --porcelain")
     again = shutil.copy(patch, "out/again.patch")  # not applied after the other one; the same runs
     code, printed, trainings = run_compare(patch, again, "--seeds=1", "--", *FLAGS)
     assert code == 0 and [side for side, _ in trainings] == ["working-tree", "same"]
     for question in ("after 10 steps", "in the time of 10 steps"):
         assert f"same against working-tree {question}: +0.0000 bits per byte" in printed.out
-    assert git("status", "--porcelain") == before
+    assert git("status --porcelain") == before
     assert "# maths" in Path("out/compare/same/model.py").read_text(encoding="utf-8")
 
 
@@ -160,12 +160,11 @@ def test_patches_apply_in_a_clone_that_asks_for_windows_line_ends(tmp_path, monk
     patch = Path("docs/experiments/rope.patch")
     monkeypatch.chdir(tmp_path)
     for words in ("init --quiet", "config core.autocrlf true", "add --all"):
-        git(*words.split())
+        git(words)
     for file in (Path("model.py"), patch):
         file.unlink()  # to be written as a clone writes it
-    git("checkout", "--", ".")
-    git("apply", "--cached", patch)
-    git("apply", patch)
+    for words in ("checkout -- .", f"apply --cached {patch}", f"apply {patch}"):
+        git(words)
 
 
 def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
@@ -183,9 +182,8 @@ def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
         return 2 + 0.1 * seed + (seed - 5) ** 2 / steps, 5, 10, {6: 40, 7: 42, 8: 38}[seed]
 
     code, printed, trainings = run_compare("--first_seed=6", "--", *words, fake=fake)
-    assert code == 0
+    assert code == 0 and not Path("out/compare/last-commit/new.py").exists()
     assert Path("out/compare/working-tree/new.py").read_text() == "not committed\n"
-    assert not Path("out/compare/last-commit/new.py").exists()
     for side, n_layer in (("working-tree", 3), ("last-commit", 4)):
         assert f"n_layer = {n_layer}" in Path("out/compare", side, own).read_text()
 
@@ -212,8 +210,7 @@ def test_the_working_tree_is_compared_with_the_last_commit(run_compare):
     ]
     assert all(f"{answer}\n" in printed.out for answer in answers)
     verdicts = Path("out/compare/verdicts.tsv").read_text(encoding="utf-8").splitlines()
-    commit = git("rev-parse", "--short", "HEAD").strip()
-    row = [date.today().isoformat(), b, commit, "3"]
+    row = [date.today().isoformat(), b, git("rev-parse --short HEAD").strip(), "3"]
     assert [line.split("\t") for line in verdicts] == [[*row, answer] for answer in answers]
 
 
@@ -286,9 +283,9 @@ def test_ctrl_c_ends_the_running_program_too_and_prints_no_traceback(tmp_path):
     code = "import signal, sys; from gptling import cli, compare\n"
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job may ignore it
     code += f"cli.launch({main})"
-    command, options = [sys.executable, "-c", code], {"stdout": subprocess.PIPE}
-    options |= {"stderr": subprocess.STDOUT, "cwd": ROOT, "start_new_session": True}
-    with subprocess.Popen(command, **options) as process:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, **streams, cwd=ROOT, start_new_session=True) as process:
         while not started.exists():
             assert process.poll() is None
             time.sleep(0.1)
