@@ -472,20 +472,14 @@ def test_a_new_parameter_that_leaves_the_logits_as_they_are_needs_no_flag(run, t
 
 
 # ---------------------------------------------------------------------------- docs/recipes.md
-def read_recipes() -> dict[str, list[tuple]]:
-    """{heading: [(file, a text in it, what replaces that)]}"""
-    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
-    recipes = {}
-    for heading, block in re.findall(r"^## (.*?)\n.*?^```diff\n(.*?)^```", page, re.M | re.S):
-        recipes[heading] = []
-        for file, lines in re.findall(r"^@@ (\S+)\n(.*?)(?=^@@|\Z)", block, re.M | re.S):
-            old, new = (re.sub(f"(?m)^[{s}].*\n|^.", "", lines) for s in ("+", "-"))
-            assert (ROOT / file).read_text(encoding="utf-8").count(old) == 1, (heading, old)
-            recipes[heading].append((file, old, new))
-    return recipes
-
-
-RECIPES = read_recipes()
+PAGE = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+RECIPES = {}  # {heading: [(file, a text in it, what replaces that)]}
+for heading, block in re.findall(r"^## (.*?)\n.*?^```diff\n(.*?)^```", PAGE, re.M | re.S):
+    RECIPES[heading] = []
+    for file, lines in re.findall(r"^@@ (\S+)\n(.*?)(?=^@@|\Z)", block, re.M | re.S):
+        old, new = (re.sub(f"(?m)^[{s}].*\n|^.", "", lines) for s in ("+", "-"))
+        assert (ROOT / file).read_text(encoding="utf-8").count(old) == 1, (heading, old)
+        RECIPES[heading].append((file, old, new))
 TOKENIZER = "A tokenizer that tiktoken cannot hold"
 LOGGED = {"An average of the weights": "average_loss"}
 LOGGED["A value that changes in training, and a number in the log"] = "smooth"

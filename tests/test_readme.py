@@ -104,8 +104,7 @@ def test_the_blocks_of_the_readme_run_in_their_order_in_one_folder(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "my.txt").write_text(f"Once upon a time\n{TEXT}", encoding="utf-8")
     (tmp_path / "shakespeare").mkdir()
-    play = f"ROMEO:\nWherefore? Why? Up!\n{TEXT}"
-    (tmp_path / "shakespeare/input.txt").write_text(play, encoding="utf-8")
+    (tmp_path / "shakespeare/input.txt").write_text(f"ROMEO:\nWherefore? Why? Up!\n{TEXT}")
     author = "-c user.name=Reader -c user.email=reader@example.com"
     for words in ("init -q", "add .", f"{author} commit -qm README"):
         subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
@@ -146,13 +145,8 @@ def test_the_line_after_a_checkpoint_is_replayed(finished):
 
 def test_every_module_of_the_package_is_in_contributing():
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE)
-    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    names = re.findall(r"`(\w+)`", " ".join(rows))
     assert sorted(names) == [f.stem for f in sorted(ROOT.glob("gptling/[a-z]*.py"))]
-
-
-def anchor(heading):
-    """As GitHub makes it of a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -164,9 +158,9 @@ def test_links_lead_to_files_and_headings_that_exist(page):
         name, _, heading = link.partition("#")
         target = page.parent / name if name else page
         assert os.path.exists(target), link
-        if heading:
-            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            assert heading in map(anchor, headings), link
+        if heading:  # GitHub's anchors
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8").lower(), re.M)
+            assert heading in [re.sub(r"[^\w\- ]", "", h).replace(" ", "-") for h in headings], link
 
 
 # ---------------------------------------------------------------- lessons
