@@ -16,14 +16,6 @@ from model import GPT, GPTConfig
 from tests.scripts import ROOT
 
 
-def cpu(monkeypatch, bf16=False, amx=False, has=None):
-    """Let PyTorch find a processor with these instructions."""
-    found = {"get_capabilities": lambda: has or {}, "_is_amx_tile_supported": lambda: amx}
-    found["_is_avx512_bf16_supported"] = lambda: bf16
-    for name, function in found.items():
-        monkeypatch.setattr(torch.cpu, name, function, raising=False)
-
-
 @pytest.mark.parametrize("device, auto", [("cuda", "cuda"), ("mps", "cpu"), ("xpu", "cpu")])
 def test_a_device_is_refused_if_missing_and_auto_is_one_that_has_been_run(
     device, auto, monkeypatch, capsys
@@ -39,26 +31,21 @@ def test_a_device_is_refused_if_missing_and_auto_is_one_that_has_been_run(
     assert devices.pick_device("cpu") == "cpu"
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, monkeypatch):
-    cpu(monkeypatch, bf16=native)
+@pytest.mark.parametrize("native, fp16, amx", [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)])
+def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, fp16, amx, monkeypatch):
+    """Training without the AMX of a processor that multiplies float16 too is in float32."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_fp16": fp16}, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(native))
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
     assert devices.pick_dtype("float16", "cpu", wide=True) == "float16"
     assert devices.pick_dtype("auto", "cpu", wide=False) == "float32"
     assert devices.pick_dtype("auto", "mps", wide=True) == "float32"
-    assert devices.pick_dtype("auto", "cpu", wide=True) == ("bfloat16" if native else "float32")
+    on_cpu = "bfloat16" if native else "float32"
+    assert devices.pick_dtype("auto", "cpu", wide=True) == on_cpu
     assert devices.pick_dtype("auto", "cuda", wide=False) == ("bfloat16" if native else "float16")
-
-
-@pytest.mark.parametrize("amx", [True, False])
-def test_training_without_a_processors_amx_is_in_float32(amx, monkeypatch):
-    has = {"avx512_fp16": True}
-    cpu(monkeypatch, bf16=True, amx=amx, has=has)
-    expected = "bfloat16" if amx else "float32"
+    expected = on_cpu if amx or not fp16 else "float32"
     assert devices.pick_dtype("auto", "cpu", wide=True, training=True) == expected
-    assert devices.pick_dtype("auto", "cpu", wide=True) == "bfloat16"
-    has["avx512_fp16"] = False  # another maker's
-    assert devices.pick_dtype("auto", "cpu", wide=True, training=True) == "bfloat16"
 
 
 MASK = torch.arange(45.0).view(5, 9) % 4
@@ -224,9 +211,5 @@ def test_fast_dropout_draws_each_number_by_itself_and_from_the_seed(dropout, dty
     q = torch.randn(1, 2, 50, 8)
     masked = F.scaled_dot_product_attention(q, q, torch.eye(50).expand(1, 2, 50, 50), None, dropout)
     assert (masked == 0).double().mean() == pytest.approx(dropout, abs=0.03)
-
-
-@pytest.mark.parametrize("p", [0.0, 1e-9, 1 - 1e-9, 1.0])
-def test_fast_dropout_of_all_or_nothing_is_exact(p):
-    devices.replace_operators()
-    assert (torch.empty(7, 100_000).bernoulli_(p) == round(p)).all()
+    for p in (0.0, 1e-9, 1 - 1e-9, 1.0):  # all or nothing is exact
+        assert (torch.empty(7, 100_000).bernoulli_(p) == round(p)).all()

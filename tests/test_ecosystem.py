@@ -24,6 +24,7 @@ from model import GPT, GPTConfig
 from prepare import PrepareConfig, prepare
 from tests.scripts import ROOT, output_of, run_script
 from tests.test_mistakes import Evil
+from tests.try_model import generate
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[test]'")
 pytestmark = pytest.mark.gpt2
@@ -108,7 +109,7 @@ def greedy(path):
     """Prompt and continuation of our own model: ids, ids and text."""
     model, tokenizer = load(GPT, path), load_tokenizer(path)
     ids = tokenizer.encode_ordinary(PROMPT)
-    new = [token.item() for token in model.generate(torch.tensor([ids]), N, temperature=0)]
+    new = generate(model, [ids], N, temperature=0)[0].tolist()
     return ids, new, tokenizer.decode(ids + new)
 
 

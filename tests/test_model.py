@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import GPT, GPTConfig, next_token_probs, sample_token
-from tests.try_model import generate, greedy_without_cache, padded
+from tests.try_model import generate, greedy_without_cache
 
 
 def make_model(seed=0, sharp=1.0, **sizes):
@@ -116,19 +116,6 @@ def test_greedy_with_cache_equals_greedy_without(block_size, length):
     cached = generate(model, [tokens], 60, temperature=0)[0].tolist()
     assert cached == greedy_without_cache(model, tokens, 60)
     assert len(set(cached)) > 1 or block_size < 5  # it does not just repeat one token
-
-
-@pytest.mark.parametrize("n", [5, 60])  # within the window, and several windows beyond
-def test_each_row_of_a_batch_gives_what_it_gives_alone(n):
-    model, options = make_model(sharp=8), dict(top_k=20, top_p=0.9, min_p=0.01)
-    prompts = [torch.randint(97, (length,)).tolist() for length in (3, 9, 1, 16, 20)]
-    idx, mask = padded(prompts)
-    generators = [torch.Generator().manual_seed(seed) for seed in range(5)]
-    together = generate(model, idx, n, padding_mask=mask, generator=generators, **options)
-    for seed, prompt in enumerate(prompts):
-        generator = torch.Generator().manual_seed(seed)
-        alone = generate(model, [prompt], n, generator=generator, **options)
-        assert torch.equal(together[seed], alone[0]), seed
 
 
 def test_generate_is_lazy_and_seeded():

@@ -19,6 +19,7 @@ from model import GPT, GPTConfig
 from sample import SampleConfig, make_samples
 from tests.scripts import output_here, output_of, run_here, run_script
 from tests.test_explain import random_model
+from tests.try_model import generate
 
 
 def test_text_begins_with_the_prompt_and_standard_output_has_nothing_else(trained):
@@ -94,22 +95,22 @@ def test_special_tokens_in_a_prompt_are_those_of_transformers(tmp_path):
 
 
 def test_prompts_of_a_file_give_what_each_gives_alone(trained, tmp_path):
-    prompts = [" 7 gr", "the wall", "1"]
+    """Also past the window, in which 16 tokens fit, and with the seed of each sample."""
+    prompts = [" 7 gr", "12 green bottles hanging", "1", "12 green bottles"]
     (tmp_path / "prompts.txt").write_bytes("\r\n".join([*prompts, ""]).encode())
-    common = ["out/mine", "--max_new_tokens=40"]
+    common = ["out/mine", "--max_new_tokens=60", "--top_k=20", "--top_p=0.9", "--min_p=0.01"]
+    common.append("--num_samples=2")
     batch = output_of("sample.py", *common, f"--prompts={tmp_path / 'prompts.txt'}", cwd=trained)
     alone = [output_of("sample.py", *common, "--prompt", prompt, cwd=trained) for prompt in prompts]
-    assert batch.split("\n---\n") == [alone[0][:-1], alone[1][:-1], alone[2]]
+    assert batch == "\n---\n".join(text[:-1] for text in alone) + "\n"
 
 
 def test_text_ends_before_a_stop_text(trained):
     common = ["out/mine", "--prompt=12 green", "--temperature=0"]
     whole = output_of("sample.py", *common, cwd=trained)
-    stop = whole[20:23]
-    text = output_of("sample.py", *common, "--stop", stop, "--stop=XYZ", cwd=trained)
-    assert text == whole[: 8 + whole[8:].index(stop)] + "\n"
-    line = output_of("sample.py", *common, "--stop", r"\n", cwd=trained)
-    assert line == whole[: 8 + whole[8:].index("\n")] + "\n"
+    for stop, flag in ((whole[20:23], whole[20:23]), ("\n", r"\n")):
+        text = output_of("sample.py", *common, "--stop", flag, "--stop=XYZ", cwd=trained)
+        assert text == whole[: 8 + whole[8:].index(stop)] + "\n"
 
 
 def test_interactive_mode_completes_one_prompt_after_another(trained):
@@ -192,11 +193,6 @@ def steps(model, idx, mask=None):
     return torch.stack(logits)
 
 
-def draw(model, idx, n, **options):
-    options["generator"] = torch.Generator().manual_seed(0)
-    return torch.cat(list(model.generate(idx, n, **options)))
-
-
 @pytest.mark.parametrize(
     "sizes, dtype, padded",
     [
@@ -235,7 +231,8 @@ def test_a_faster_step_that_computes_something_else_is_left_out(monkeypatch, cap
 
 def test_models_of_one_token_are_sped_up(capsys):
     model, idx = random_model(n_embd=256, block_size=1), torch.randint(97, (2, 1))
-    assert torch.equal(draw(speed_up(model), idx, 9), draw(model, idx, 9))
+    texts = (generate(each, idx, 9, temperature=0) for each in (speed_up(model), model))
+    assert torch.equal(*texts)
     assert not capsys.readouterr().err
 
 
@@ -258,9 +255,12 @@ def test_a_graph_of_a_step_changes_no_text(padded):
     fast, idx = random_model(), torch.randint(97, (3, 8))
     fast.next_logits = GraphOnACPU(fast.next_logits, compile=False)
     mask = torch.arange(8) >= torch.tensor([[0], [3], [7]]) if padded else None
-    expected = draw(random_model(), idx, 100, padding_mask=mask)  # past the window
     for _ in range(2):
-        assert torch.equal(draw(fast, idx, 100, padding_mask=mask), expected)
+        texts = []
+        for model in (fast, random_model()):
+            options = {"padding_mask": mask, "generator": torch.Generator().manual_seed(0)}
+            texts.append(generate(model, idx, 100, **options))  # past the window
+        assert torch.equal(*texts)
     assert fast.next_logits.replays > 130
 
 
