@@ -62,18 +62,15 @@ def load_tokenizer(name: str | Path) -> tiktoken.Encoding:
 
 
 def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encoding:
-    """The tokenizer called `kind`, made from training text alone. The exception is a tokenizer that
-    lacks bytes: it has all characters of the corpus. Raises UserError."""
+    """The tokenizer called `kind`, made from training text alone. The exception is "char", also for
+    "auto" and a short text: it has all characters of the corpus. Raises UserError."""
     if kind not in tokenizers.TOKENIZERS and Path(kind).expanduser().is_dir():
         return load_tokenizer(kind)
-
-    def learn(kind, *splits):
-        texts = (text for split, text in corpus.texts() if split in splits)
-        return tokenizers.build_tokenizer(kind, texts, vocab_size, corpus.n_documents > 1)
-
-    if kind != "char" and tokenizers.has_all_bytes(tokenizer := learn(kind, "train")):
-        return tokenizer
-    return learn("char" if kind == "auto" else kind, "train", "val")
+    if kind == "auto" and not vocab_size and corpus.n_train.sum() < tokenizers.AUTO_CHARACTERS:
+        kind = "char"
+    splits = ("train", "val") if kind == "char" else ("train",)
+    texts = (text for split, text in corpus.texts() if split in splits)
+    return tokenizers.build_tokenizer(kind, texts, vocab_size, corpus.n_documents > 1)
 
 
 def print_summary(target: Path, meta: dict, how: str, corpus: Corpus):
@@ -123,7 +120,7 @@ def prepare(config: PrepareConfig) -> Path:
             "tokenizer": name,
             "vocab_size": tokenizer.n_vocab,
             "documents": corpus.n_documents,
-            "bytes": int(corpus.sizes[corpus.n_train >= 0].sum()),
+            "bytes": int(corpus.sizes.sum()),
             "train": {"tokens": n_tokens["train"]},
             "val": {"tokens": n_tokens["val"]},
             "sha256": fingerprint,  # the hash of all token ids

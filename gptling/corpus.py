@@ -89,36 +89,32 @@ def validation_bytes(sizes: np.ndarray, hashes: np.ndarray) -> np.ndarray:
     held_out = (sizes * share).astype(np.int64)
     if len(sizes) < 10:
         return held_out
-    is_short = sizes < 3 * share * total
-    held_out[is_short] = 0
-    place = hashes / 2**64  # 0 to 1
-    order = place.argsort()
-    short = np.where(is_short, sizes, 0)[order]
-    before = short.cumsum() - short  # bytes in the places before
-    is_chosen = (place[order] < share) | (before < share * total / 10)  # 1 % or more
-    held_out[order] += np.where(is_chosen, short, 0)
+    order = hashes.argsort()
+    short = order[sizes[order] < 3 * share * total]  # numbers of these documents
+    before = sizes[short].cumsum() - sizes[short]  # bytes of those with a lower hash
+    is_chosen = (hashes[short] < share * 2**64) | (before < share * total / 10)  # 1 % or more
+    held_out[short] = np.where(is_chosen, sizes[short], 0)
     return held_out
 
 
 def split_documents(pieces: Iterable, sizes: np.ndarray, n_train: np.ndarray):
     """Yield ("train" or "val", text) from the pieces of documents, of which the first n_train bytes
-    are to train on. -1: left out. An empty text ends a document's part of a split. What a file has
-    beyond the sizes has been added since these were measured, and is left out."""
+    are to train on. Size 0: left out. An empty text ends a document's part of a split. What a file
+    has beyond the sizes has been added since these were measured, and is left out."""
     document = 0
     place = 0  # bytes of the document before this part
     ends = {}  # {split: ""} for those that have a part of the document
     for text, is_end in show_reading(pieces):
         if document == len(sizes):
             break
-        if n_train[document] >= 0:
-            raw = text.encode()[: sizes[document] - place]
-            head = raw[: max(0, n_train[document] - place)].decode(errors="ignore")
-            tail = raw[len(head.encode()) :].decode(errors="ignore")  # whole characters
-            place += len(raw)
-            for split, part in (("train", head), ("val", tail)):
-                if part:
-                    ends[split] = ""
-                    yield split, part
+        raw = text.encode()[: sizes[document] - place]
+        head = raw[: max(0, n_train[document] - place)].decode(errors="ignore")
+        tail = raw[len(head.encode()) :].decode(errors="ignore")  # whole characters
+        place += len(raw)
+        for split, part in (("train", head), ("val", tail)):
+            if part:
+                ends[split] = ""
+                yield split, part
         if is_end:
             yield from ends.items()
             document += 1
@@ -152,9 +148,10 @@ class Corpus:
         if not self.n_documents:
             sources = " ".join(names) or "the source of Python"
             raise UserError("; ".join(self.refused[:5]) or f"{sources}: no text")
-        kept = with_text[np.sort(first)]
-        self.sizes = sizes
-        self.n_train = np.full(len(sizes), -1)  # bytes of each to train on, or -1: not used
+        kept = with_text[first]
+        self.sizes = np.zeros_like(sizes)  # bytes of each document, 0 for one that is left out
+        self.sizes[kept] = sizes[kept]
+        self.n_train = np.zeros_like(sizes)  # bytes of each to train on
         self.n_train[kept] = sizes[kept] - validation_bytes(sizes[kept], hashes[kept])
 
     def add(self, file: Path, name: str, encoding: str) -> array:

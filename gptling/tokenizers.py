@@ -21,6 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 BPE_SAMPLE = 50_000_000  # characters to train a BPE on, at most
 SAMPLE_PIECE = 1 << 12  # characters that are drawn or left out together, the longest word of a BPE
 BPE_WORDS = 5_000_000  # bytes of different words among these: each needs 120 bytes in training
+AUTO_CHARACTERS = 50_000  # "auto" is "char" for fewer bytes: docs/experiments/planner
 ANY_CHARACTER = r"[\s\S]"  # pattern of char and byte: Hugging Face's engine refuses (?s:.)
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 # GPT-4's (tiktoken's cl100k_base), but words have marks, such as the vowel signs of Hindi, and the
@@ -120,10 +121,9 @@ def characters_of(texts: Iterable[str]) -> list[bytes]:
 
 
 def choose_size(sample: list[str], n_bytes: int) -> int:
-    """Return the vocabulary size of a BPE for a text of n_bytes, or 0 for characters: 512 for
-    100 kB, 2048 for 1 MB. A character of several bytes needs a merge for each byte but one."""
-    if n_bytes < 50_000:  # the numbers are fitted: docs/experiments/planner
-        return 0
+    """Return the vocabulary size of a BPE for a text of n_bytes: 512 for 100 kB, 2048 for 1 MB. A
+    character of several bytes needs a merge for each byte but one."""
+    # The numbers are fitted: docs/experiments/planner.
     size = 20 * n_bytes ** (1 / 3) if n_bytes >= 500_000 else 512
     size += sum(len(character) - 1 for character in characters_of(sample))
     return 2 ** min(round(math.log2(size)), 15)
@@ -164,16 +164,12 @@ def published_tokenizer(name: str) -> tiktoken.Encoding:
 
 
 def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_text=True):
-    """Make one of TOKENIZERS from the texts, or get one of tiktoken's. Raises UserError."""
+    """Make one of TOKENIZERS from the texts, or get one of tiktoken's. "auto" is a BPE here, of a
+    size that suits the texts. Raises UserError."""
     if kind in ("auto", "bpe"):
         sample, n_bytes = draw_sample(texts)
-        size = vocab_size or 4096
-        if kind == "auto" and not vocab_size:
-            size = choose_size(sample, n_bytes)
-        if size:
-            tokenizer = train_bpe(sample, size)
-        else:
-            tokenizer = from_tokens("char", characters_of(sample), end_of_text)
+        suitable = choose_size(sample, n_bytes) if kind == "auto" else 4096
+        tokenizer = train_bpe(sample, vocab_size or suitable)
     elif kind == "char":
         tokenizer = from_tokens(kind, characters_of(texts), end_of_text)
     elif kind == "byte":
