@@ -95,7 +95,7 @@ def make_samples(tokenizer, prompts: list[str], config: SampleConfig) -> list[Sa
     as <|endoftext|>, is that token. Raises UserError for an unknown character."""
     samples = []
     for prompt in prompts:
-        ids = encode(tokenizer, prompt, "the prompt", tokenizer.special_tokens_set).tolist()
+        ids = encode(tokenizer, prompt, tokenizer.special_tokens_set).tolist()
         ids = ids or [start_token(tokenizer)]
         samples += [Sample(prompt, ids, config.stop) for _ in range(config.num_samples)]
     return samples

@@ -54,7 +54,7 @@ def split_word(word: str, tokenizer: tiktoken.Encoding, dropout: float, rng: ran
 def draw_splits(word: str, count: int, tokenizer: tiktoken.Encoding, dropout: float, rng):
     """Return a list of splits of a word, which occurs `count` times in the text."""
     if word in tokenizer.special_tokens_set or len(word.encode()) > LONGEST:
-        return [encode(tokenizer, word, special=tokenizer.special_tokens_set).tolist()]
+        return [encode(tokenizer, word, tokenizer.special_tokens_set).tolist()]
     n = min(max(count, FEWEST), MOST)
     return [split_word(word, tokenizer, dropout, rng) for _ in range(n)]
 

@@ -1,7 +1,6 @@
 """Tokenizers: each is a tiktoken.Encoding, stored as Hugging Face's tokenizer.json.
 Byte-pair encoding: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909"""
 
-import functools
 import json
 import math
 import random
@@ -16,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from gptling.files import UserError
 
+BYTES = [bytes([byte]) for byte in range(256)]
 TOKENIZERS = ("auto", "char", "byte", "bpe")  # and tiktoken's
 END_OF_TEXT = "<|endoftext|>"
 BPE_SAMPLE = 50_000_000  # characters to train a BPE on, at most
@@ -47,17 +47,25 @@ class Characters(tiktoken.Encoding):
     """A tokenizer that lacks bytes. If a character has no token, tiktoken's methods end in a panic,
     which `except Exception` does not catch. These raise UserError."""
 
-    def encode(self, text, *, allowed_special=(), disallowed_special=()):
-        special = self.special_tokens_set if allowed_special == "all" else allowed_special
-        return encode(self, text, special=special).tolist()
+    def encode_to_numpy(self, text, *, allowed_special=(), disallowed_special=()):
+        special = self.special_tokens_set if allowed_special == "all" else {*allowed_special}
+        plain = text
+        for token in special:
+            plain = plain.replace(token, "")
+        for c in sorted(set(plain)):
+            if c.encode(errors="surrogatepass") not in self._mergeable_ranks:
+                raise UserError(f"the tokenizer has no {c!r} (U+{ord(c):04X})")
+        return super().encode_to_numpy(text, allowed_special=special, disallowed_special=())
 
-    def encode_ordinary(self, text):
-        return encode(self, text).tolist()
+    def encode(self, text, **options):
+        return self.encode_to_numpy(text, **options).tolist()
+
+    encode_ordinary = encode
 
 
 def make_encoding(name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]):
-    """A tiktoken.Encoding, or Characters, which have no byte that is never in UTF-8."""
-    kind = tiktoken.Encoding if b"\xff" in ranks else Characters
+    """A tiktoken.Encoding, or Characters if it lacks bytes."""
+    kind = tiktoken.Encoding if ranks.keys() >= {*BYTES} else Characters
     return kind(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
@@ -173,7 +181,7 @@ def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_t
     elif kind == "char":
         tokenizer = from_tokens(kind, characters_of(texts), end_of_text)
     elif kind == "byte":
-        tokenizer = from_tokens(kind, [bytes([i]) for i in range(256)], end_of_text)
+        tokenizer = from_tokens(kind, BYTES, end_of_text)
     else:
         tokenizer = published_tokenizer(kind)
     if vocab_size not in (0, tokenizer.n_vocab):
@@ -191,29 +199,15 @@ def bytes_per_token(tokenizer: tiktoken.Encoding) -> np.ndarray:
     return lengths
 
 
-@functools.cache
-def has_all_bytes(tokenizer: tiktoken.Encoding) -> bool:
-    """Whether a tokenizer can encode every text."""
-    return all(bytes([byte]) in tokenizer._mergeable_ranks for byte in range(256))
-
-
 def has_merges(tokenizer: tiktoken.Encoding) -> bool:
     """Whether a tokenizer is a BPE of all bytes: neither characters, nor bytes alone, nor a class
     of your own."""
-    is_bpe = type(tokenizer) is tiktoken.Encoding and tokenizer._pat_str != ANY_CHARACTER
-    return is_bpe and has_all_bytes(tokenizer)
+    return type(tokenizer) is tiktoken.Encoding and tokenizer._pat_str != ANY_CHARACTER
 
 
-def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=()) -> np.ndarray:
+def encode(tokenizer: tiktoken.Encoding, text: str, special=()) -> np.ndarray:
     """Token ids, (n,) uint32. special: the special tokens that are tokens in the text, any other is
-    plain text. Raises UserError for a character that the tokenizer lacks: tiktoken would abort."""
-    if not has_all_bytes(tokenizer):
-        plain = text
-        for token in special:
-            plain = plain.replace(token, "")
-        for c in sorted(set(plain)):
-            if c.encode(errors="surrogatepass") not in tokenizer._mergeable_ranks:
-                raise UserError(f"{what}: the tokenizer has no {c!r} (U+{ord(c):04X})")
+    plain text. Raises UserError for a character that the tokenizer lacks."""
     try:
         return tokenizer.encode_to_numpy(text, allowed_special={*special}, disallowed_special=())
     except ValueError:  # the pattern's engine gives up on a million spaces in a row
@@ -221,7 +215,7 @@ def encode(tokenizer: tiktoken.Encoding, text: str, what="the text", special=())
             raise
     middle = len(text) // 2
     halves = text[:middle], text[middle:]
-    return np.concatenate([encode(tokenizer, half, what, special) for half in halves])
+    return np.concatenate([encode(tokenizer, half, special) for half in halves])
 
 
 def start_token(tokenizer: tiktoken.Encoding) -> int:
@@ -269,8 +263,9 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
         tokenizer = to_tiktoken("stored", pattern, stored)
     except Exception as error:  # tokenizers raises nothing more special
         raise UserError(f"{file}: not a byte-level BPE for tiktoken: {error!r}") from None
-    is_complete = has_all_bytes(tokenizer)
-    probe = "".join(c for c in PROBE if is_complete or c.encode() in tokenizer._mergeable_ranks)
+    probe = PROBE
+    if isinstance(tokenizer, Characters):
+        probe = "".join(c for c in PROBE if c.encode() in tokenizer._mergeable_ranks)
     if stored.encode(probe).ids != tokenizer.encode_ordinary(probe):
         raise UserError(f"{file}: tiktoken gives other ids than Hugging Face's tokenizers")
     return tokenizer

@@ -79,7 +79,7 @@ def test_end_of_text_in_a_prompt_is_its_token(letters, way):
     plain = build_tokenizer("char", ["abcdef<|endoftext|"], end_of_text=False)
     (letters / "tokenizer.json").write_text(tokenizer_to_json(plain), encoding="utf-8")
     process = run_here("sample.py", *arguments, cwd=letters, stdin="ab<|endoftext|>\n\n")
-    assert "the prompt: the tokenizer has no '>'" in process.stderr.decode()
+    assert "the tokenizer has no '>' (U+003E)" in process.stderr.decode()
 
 
 def test_special_tokens_in_a_prompt_are_those_of_transformers(tmp_path):
