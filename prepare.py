@@ -26,7 +26,7 @@ from gptling import tokenizers
 from gptling.cli import Empty, UserError, launch, load_config
 from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
 from gptling.files import new_directory
-from gptling.sources import MARKUP, name_after
+from gptling.sources import name_after
 
 # What --overwrite may delete, and macOS' own.
 OUTPUT = re.compile(r"(train-\d+|val)\.npy|(tokenizer|meta)\.json|\.DS_Store")
@@ -35,8 +35,8 @@ OUTPUT = re.compile(r"(train-\d+|val)\.npy|(tokenizer|meta)\.json|\.DS_Store")
 @dataclass
 class PrepareConfig:
     # files, folders, URLs, hf:NAME:CONFIG:SPLIT, or shakespeare. Default: Python's standard library
-    sources: tyro.conf.Positional[Empty[tuple[str, ...]]] = ()
-    encoding: str = "utf-8"  # encoding of text files that are not in UTF-8, such as cp1252
+    sources: tyro.conf.Positional[Empty[tuple[str, ...]]] = ("quickstart",)
+    encoding: Empty[str] = ""  # encoding of text files that are not in UTF-8, such as cp1252
     field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
     tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
     vocab_size: int = 0  # number of tokens of a bpe, with end-of-text. 0: 4096, or auto's choice
@@ -44,11 +44,9 @@ class PrepareConfig:
     overwrite: bool = False  # replace data/NAME if it exists
 
     def __post_init__(self):
-        if "" in self.sources:
-            raise ValueError("a source has an empty name")
-        name = self.name or name_after(self.sources)
-        if Path(name).name != name or name in ("", ".."):
-            raise ValueError(f"--name {name!r}: give a plain name, for a directory in data/")
+        self.name = self.name or name_after(self.sources[0])
+        if Path(self.name).name != self.name or self.name in ("", ".."):
+            raise ValueError(f"--name {self.name!r}: give a plain name, for a directory in data/")
 
 
 def load_tokenizer(name: str | Path) -> tiktoken.Encoding:
@@ -68,36 +66,29 @@ def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encod
         return load_tokenizer(kind)
     if kind == "auto" and not vocab_size and corpus.n_train.sum() < tokenizers.AUTO_CHARACTERS:
         kind = "char"
-    splits = ("train", "val") if kind == "char" else ("train",)
-    texts = (text for split, text in corpus.texts() if split in splits)
+    texts = (text for split, text in corpus.texts() if split == "train" or kind == "char")
     return tokenizers.build_tokenizer(kind, texts, vocab_size, corpus.n_documents > 1)
 
 
-def print_summary(target: Path, meta: dict, how: str, corpus: Corpus):
+def print_summary(target: Path, meta: dict, corpus: Corpus, is_auto: bool):
     """Print what the data are, and what is missing. A large part is a warning before all else."""
-    share = corpus.n_lost / (corpus.n_lost + corpus.sizes.sum())
+    share = corpus.n_lost / (corpus.n_lost + meta["bytes"])
     if share > 0.01:
         warning = f"prepare.py: warning: {share:.0%} of the bytes could not be read as text"
-        print(warning, file=sys.stderr, flush=True)
-    print(target)
-    print(f"  documents: {meta['documents']:,}, bytes: {meta['bytes']:,}")
+        print(warning, file=sys.stderr)
+    how = ", chosen for this text (change with --tokenizer)" if is_auto else ""
+    print(f"{target}\n  documents: {meta['documents']:,}, bytes: {meta['bytes']:,}")
     print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")
     print(f"  {meta['train']['tokens']:,} tokens to train on", end=", ")
     print(f"{meta['val']['tokens']:,} to validate on")
-    n_markup = sum(bool(re.search(MARKUP, file.name.lower())) for file, *_ in corpus.sources)
-    if n_markup:
-        print(f"  files read as plain text, with their markup: {n_markup:,}")
-    if corpus.n_repeated:
-        print(f"  repeated documents left out: {corpus.n_repeated:,}")
-    if corpus.refused:
-        print(f"  files not read completely: {len(corpus.refused):,}")
-    for line in corpus.refused[:5]:
-        print(f"    {line}")
+    for note in corpus.notes():
+        print(f"  {note}")
 
 
-def prepare(config: PrepareConfig) -> Path:
-    """Write data/NAME/ as `config` says and return it. Raises UserError."""
-    target = Path("data") / (config.name or name_after(config.sources))
+def prepare(config: PrepareConfig | None = None) -> Path:
+    """Write data/NAME/, or data/quickstart without a config. Return it. Raises UserError."""
+    config = config or PrepareConfig()
+    target = Path("data") / config.name
     if target.exists() and any(target.iterdir()) and not config.overwrite:
         raise UserError(f"{target} already exists: use --overwrite, or choose another --name")
     for path in target.glob("*"):
@@ -113,8 +104,7 @@ def prepare(config: PrepareConfig) -> Path:
         encoded = encode_on_all_cores(tokenizer, corpus.texts())
         n_tokens, fingerprint = write_token_files(directory, tokenizer, encoded)
         if min(n_tokens["train"], n_tokens["val"]) < 2:  # an input and its target
-            error = f"{target}: too little text to train and validate on: give more text"
-            raise UserError("; ".join([error, *corpus.refused[:5]]))
+            raise UserError("; ".join([f"{target}: give more text", *corpus.refused[:5]]))
         meta = {
             "format": 1,
             "tokenizer": name,
@@ -126,14 +116,8 @@ def prepare(config: PrepareConfig) -> Path:
             "sha256": fingerprint,  # the hash of all token ids
         }
         (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-    how = ", chosen for this text (change with --tokenizer)" * (config.tokenizer == "auto")
-    print_summary(target, meta, how, corpus)
+    print_summary(target, meta, corpus, config.tokenizer == "auto")
     return target
-
-
-def prepare_quickstart() -> Path:
-    """Write data/quickstart, as prepare.py without arguments does."""
-    return prepare(PrepareConfig())
 
 
 def main():

@@ -41,7 +41,7 @@ from gptling.settings import settle
 from gptling.state import State
 from gptling.teachers import load_teachers, with_teachers
 from model import GPT, GPTConfig
-from prepare import prepare_quickstart
+from prepare import prepare
 
 
 @dataclass
@@ -288,7 +288,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
 def main() -> int:
     """Train a model with each of the settings that settle yields: several if the time is long."""
     processes = Processes()
-    for config, start in settle(TrainConfig, GPT, set_up, prepare_quickstart, processes):
+    for config, start in settle(TrainConfig, GPT, set_up, prepare, processes):
         code = train(config, start, processes)
         if code:
             return code

@@ -18,14 +18,15 @@ from tqdm import tqdm
 
 from gptling.files import UserError
 from gptling.sources import (
-    CHUNK,
+    MARKUP,
     UNREADABLE,
+    UTF8,
     describe_unreadable,
     find_sources,
     is_json,
     read_pieces,
 )
-from gptling.tokenizers import END_OF_TEXT, bytes_per_token, encode
+from gptling.tokenizers import END_OF_TEXT, encode
 
 # The hash that chooses the validation text. With this salt a tenth of the quick start's text
 # validates, which is as difficult as the whole.
@@ -43,19 +44,12 @@ def show_reading(pieces: Iterable) -> Iterable:
     return tqdm(pieces, "reading", unit=" pieces", leave=False, delay=1, disable=None)
 
 
-def check_is_text(n_bytes: int, n_binary: int, n_replaced: int, encoding: str):
-    """Raise ValueError for a binary file, which is text in many an encoding but UTF-8, and for a
-    text with more than a thousandth of bad bytes."""
-    if n_binary > (n_bytes / 8 if encoding == "utf-8-sig" else 0):
-        raise ValueError("a binary file")
-    if n_replaced > n_bytes / 1000:
-        raise ValueError("not UTF-8")
-
-
 def measure(pieces: Iterable[tuple[str, bool]], encoding: str, errors: str) -> tuple[array, int]:
     """Return a hash and a size in bytes for each document of a file, hash, size, hash, size, ...,
-    and the number of characters that replace bad bytes. Raises ValueError: see check_is_text."""
-    signs = CONTROLS if encoding == "utf-8-sig" else b"\0"
+    and the number of characters that replace bad bytes. Raises ValueError for more than a
+    thousandth of these, and for a binary file, which is text in many an encoding but UTF-8."""
+    is_utf8 = encoding == UTF8 and errors != "replace"
+    signs = CONTROLS if is_utf8 else b"\0"
     n_bytes = 0
     n_binary = 0
     n_replaced = 0
@@ -67,15 +61,14 @@ def measure(pieces: Iterable[tuple[str, bool]], encoding: str, errors: str) -> t
         n_bytes += len(raw)
         n_binary += len(raw) - len(raw.translate(None, signs))
         n_replaced += text.count("\ufffd") if errors == "replace" else 0
-        if n_bytes >= CHUNK:
-            check_is_text(n_bytes, n_binary, n_replaced, encoding)
         content.update(raw)
         size += len(raw)
         if is_end:
             found.extend((int.from_bytes(content.digest()), size))
             content = start_hash()
             size = 0
-    check_is_text(n_bytes, n_binary, n_replaced, encoding)
+    if n_binary > is_utf8 * n_bytes / 8 or n_replaced > n_bytes / 1000:
+        raise ValueError("a binary file")
     return found, n_replaced
 
 
@@ -128,13 +121,13 @@ class Corpus:
     read. `refused` has a line for each file that is left out or a part of it, `n_lost` the bytes of
     those that may be text. Raises UserError if there is no text."""
 
-    def __init__(self, names: Iterable[str], downloads: Path, field="text", encoding="utf-8"):
+    def __init__(self, names: Iterable[str], downloads: Path, field="text", encoding=""):
         self.field = field
         self.sources = []  # (file, (its encoding, what to do with errors), number of documents)
         self.refused = []
         self.n_lost = 0
         measured = array("Q")
-        for name in names or [""]:
+        for name in names:
             for file in find_sources(name, field, downloads):
                 label = name if file.parent == downloads else str(file)
                 measured += self.add(file, label, encoding)
@@ -146,8 +139,7 @@ class Corpus:
         self.n_documents = len(first)
         self.n_repeated = len(with_text) - len(first)
         if not self.n_documents:
-            sources = " ".join(names) or "the source of Python"
-            raise UserError("; ".join(self.refused[:5]) or f"{sources}: no text")
+            raise UserError("; ".join(self.refused[:5]) or f"{' '.join(names)}: no text")
         kept = with_text[first]
         self.sizes = np.zeros_like(sizes)  # bytes of each document, 0 for one that is left out
         self.sizes[kept] = sizes[kept]
@@ -156,32 +148,37 @@ class Corpus:
 
     def add(self, file: Path, name: str, encoding: str) -> array:
         """Measure a file. Remember it as a source, and why it, or a part of it, is left out."""
-        measured = array("Q")
-        why = ""
         # A bad byte spoils one line of records, or one character of a text that has few of them.
         last = "surrogateescape" if is_json(file) else "strict"
-        given = "utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding
-        ways = ("utf-8-sig", "strict"), (given, last), ("utf-8-sig", "replace")
-        for way in dict.fromkeys(ways):
-            if way == ways[-1] and "binary" in why:
-                continue
+        why = ""
+        for way in ((UTF8, "strict"), (encoding or UTF8, last), (UTF8, "replace")):
             reasons = []
             try:
-                pieces = read_pieces(file, self.field, reasons, *way)
-                measured, n_replaced = measure(pieces, *way)
-                if n_replaced:
-                    reasons = [f"{n_replaced:,} of its characters became \ufffd: {why}"]
-                self.sources.append((file, way, len(measured) // 2))
-                break
+                measured, n_replaced = measure(read_pieces(file, self.field, reasons, *way), *way)
             except UNREADABLE as error:
-                if way != ways[-1] and "binary" not in why:  # no encoding makes it a text
+                if "replace" not in way and "binary" not in why:  # no encoding makes it a text
                     why = describe_unreadable(error)
-        else:
-            reasons = [why]
-            if "binary" not in why and os.path.exists(file):
-                self.n_lost += os.path.getsize(file)
-        self.refused += [f"{name}: {reason}" for reason in reasons]
-        return measured
+                continue
+            if n_replaced:
+                reasons = [f"{n_replaced:,} of its characters became \ufffd: {why}"]
+            self.refused += [f"{name}: {reason}" for reason in reasons]
+            self.sources.append((file, way, len(measured) // 2))
+            return measured
+        self.refused.append(f"{name}: {why}")
+        if "binary" not in why:
+            self.n_lost += os.path.getsize(file)
+        return array("Q")
+
+    def notes(self) -> list[str]:
+        """Return lines about documents and files that are left out, or have markup."""
+        markup = [file for file, *_ in self.sources if MARKUP.search(file.name)]
+        counts = {
+            "files read as plain text, with their markup": len(markup),
+            "repeated documents left out": self.n_repeated,
+            "files not read completely": len(self.refused),
+        }
+        lines = [f"{note}: {n:,}" for note, n in counts.items() if n]
+        return lines + [f"  {line}" for line in self.refused[:5]]
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield ("train" or "val", text). An empty text ends a document's part of a split, and
@@ -212,20 +209,18 @@ def encode_on_all_cores(tokenizer: tiktoken.Encoding, texts: Iterable[tuple[str,
     """Yield (split, ids) for each (split, text), in order, with a bounded amount of text in memory.
     Raises UserError if the tokens of "val" are not its text: bits per byte would be wrong."""
     local = threading.local()
-    sizes = bytes_per_token(tokenizer)
+    bytes_of = {id: token for token, id in tokenizer._mergeable_ranks.items()}
 
     def start_thread():
         local.tokenizer = copy.copy(tokenizer)  # threads that share one wait for each other
-
-    def is_changed(ids, text):
-        n_bytes = sizes[ids].sum()  # a special token has no bytes
-        return n_bytes != len(text.encode()) or tokenizer.decode(ids.tolist()) != text
 
     def encode_group(group):  # tiktoken releases the interpreter's lock
         encoded = []
         for split, text in group:
             ids = encode(local.tokenizer, text)
-            if split == "val" and is_changed(ids, text):
+            # A special token has no bytes in bits per byte.
+            tokens = (bytes_of.get(id, b"") for id in ids.tolist())
+            if split == "val" and b"".join(tokens) != text.encode():
                 raise UserError(
                     f"the tokenizer changes the text near {text[:20]!r}: "
                     "bits per byte would be wrong, give another --tokenizer"
@@ -250,23 +245,23 @@ def write_token_files(directory: Path, tokenizer: tiktoken.Encoding, encoded: It
     dtype = np.dtype(np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32)
     end = [tokenizer.eot_token] if END_OF_TEXT in tokenizer.special_tokens_set else []
     unsaved = {"train": bytearray(), "val": bytearray()}
+    hashes = {"train": hashlib.sha256(), "val": hashlib.sha256()}
     n_tokens = Counter()
-    fingerprint = hashlib.sha256()
-    names = (directory / f"train-{n:05}.npy" for n in count())
+    shards = count()
 
-    def save_shard():
-        np.save(next(names), np.frombuffer(unsaved["train"], dtype))
-        fingerprint.update(unsaved["train"])
-        unsaved["train"] = bytearray()
+    def save(name, split):
+        np.save(directory / name, np.frombuffer(unsaved[split], dtype))
+        unsaved[split] = bytearray()
 
     for split, ids in encoded:
         ids = np.array(ids if len(ids) else end, dtype)
         unsaved[split] += ids.tobytes()
+        hashes[split].update(ids)
         n_tokens[split] += len(ids)
         if len(unsaved["train"]) >= TOKENS_PER_SHARD * dtype.itemsize:
-            save_shard()
+            save(f"train-{next(shards):05}", "train")
     if unsaved["train"]:
-        save_shard()
-    np.save(directory / "val.npy", np.frombuffer(unsaved["val"], dtype))
-    fingerprint.update(hashlib.sha256(unsaved["val"]).digest())
-    return n_tokens, fingerprint.hexdigest()
+        save(f"train-{next(shards):05}", "train")
+    save("val", "val")
+    hashes["train"].update(hashes["val"].digest())
+    return n_tokens, hashes["train"].hexdigest()

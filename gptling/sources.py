@@ -22,11 +22,12 @@ from gptling.tokenizers import END_OF_TEXT
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
 BY_HAND = ". Download it by hand, then: python prepare.py input.txt --name=shakespeare"
 ENCODINGS = "such as --encoding=cp1252 (Western Europe), gbk, koi8-r or utf-16 (PowerShell)"
+UTF8 = "utf-8-sig"  # also with a mark at the beginning
 UNREADABLE = (OSError, ValueError, TypeError, EOFError, LookupError, zlib.error)
 # A folder with two such files is prepared data, a checkpoint or a run.
 OUTPUTS = [{"meta.json", "val.npy"}, {"metrics.json", "config.json"}, {"log.jsonl", "config.toml"}]
 # The endings of files whose markup is trained on, too.
-MARKUP = r"\.(csv|tsv|json|html?|xml)(\.gz)?$"
+MARKUP = re.compile(r"\.(csv|tsv|json|html?|xml)(\.gz)?$", re.IGNORECASE)
 CHUNK = 1 << 20  # characters of a text file that are read at once
 # Parts of Python's library that are tests, tables or generated, or that not every Python has.
 NO_EXAMPLE = re.compile(
@@ -44,15 +45,13 @@ MARK_INSIDE = re.compile(MARK.pattern + r"(?!\Z)")
 CUT = re.compile(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*")
 
 
-def name_after(sources: tuple[str, ...]) -> str:
-    """Return the name of a data directory: its first source's, without the ending, or its
-    folder's."""
-    first = sources[0] if sources else "quickstart"
-    first = re.sub(r"^hf:([^:]*).*|^(https?://[^?#]*).*", r"\1\2", first)
-    if not Path(first).exists():
-        first = re.sub(r"[^/\\]*[*?[].*", "", first)  # notes/*.txt: notes
-    endings = rf"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$|{MARKUP}"
-    return re.sub(endings, "", Path(first).resolve().name.strip("."))
+def name_after(source: str) -> str:
+    """Return the name of a data directory: its source's, without the ending, or its folder's."""
+    source = re.sub(r"^hf:([^:]*).*|^(https?://[^?#]*).*", r"\1\2", source)
+    if not Path(source).exists():
+        source = re.sub(r"[^/\\]*[*?[].*", "", source)  # notes/*.txt: notes
+    endings = rf"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$|{MARKUP.pattern}"
+    return re.sub(endings, "", Path(source).resolve().name.strip("."))
 
 
 def download(url: str, directory: Path) -> Path:
@@ -75,13 +74,12 @@ def text_of(record: dict | str, field: str) -> str:
     if isinstance(record, str):
         line = record.encode(errors="surrogateescape").decode().strip()
         record = json.loads(line) if line else {field: ""}
-    if not isinstance(record, dict):
-        raise ValueError(f"not an object with fields: {record!s:.50}")
-    if field not in record:
-        others = [name for name, value in record.items() if isinstance(value, str)]
+    fields = record if isinstance(record, dict) else {}
+    if field not in fields:
+        others = [name for name, value in fields.items() if isinstance(value, str)]
         hint = f"--field can be one of {others!s:.200}" if others else "no other field is a text"
         raise ValueError(f'no "{field}", but {hint}')
-    text = record[field] or ""
+    text = fields[field] or ""
     if not isinstance(text, str):
         raise ValueError(f'"{field}" is not a string: {text!s:.50}')
     text = re.sub("\r\n?", "\n", text).encode("utf-16", "surrogatepass")
@@ -118,9 +116,9 @@ def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
 
 
 def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
-    """The files that a name means. "" is Python's library. What is not a file is written into the
-    directory `downloads`. Raises UserError."""
-    if not name:
+    """The files that a name means. "quickstart" is Python's library. What is not a file is written
+    into the directory `downloads`. Raises UserError."""
+    if name == "quickstart":
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
         return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
@@ -155,7 +153,7 @@ def is_json(source: Path) -> bool:
 
 
 def read_pieces(
-    source: Path, field: str, refused: list, encoding="utf-8-sig", errors="strict"
+    source: Path, field: str, refused: list, encoding=UTF8, errors="strict"
 ) -> Iterator[tuple[str, bool]]:
     """Yield the text of a file as (piece, whether its document ends). Pieces end between tokens if
     possible. A record without a text is left out, and one line about all of these is added to
