@@ -46,7 +46,12 @@ class Dataset:
         self.val = load_tokens(directory / "val.npy")
         lengths = [*map(len, self.train)]
         self.n_tokens = sum(lengths)
-        self.check_counts(meta)
+        n_stored = meta["train"]["tokens"] + meta["val"]["tokens"]
+        if self.n_tokens + len(self.val) != n_stored:
+            raise UserError(
+                f"{directory} has {self.n_tokens + len(self.val):,} tokens, not {n_stored:,}: "
+                "prepare the text again with --overwrite"
+            )
         if eval_all:
             self.val = np.concatenate([*self.train, self.val])
         # The tokens of the longest sequence that both splits have. One more is its last target.
@@ -61,17 +66,6 @@ class Dataset:
         self.validate_on(eval_tokens)
         self.train_bytes = self.n_tokens * self.val_bytes / self.val_targets  # about so many
 
-    def check_counts(self, meta: dict):
-        """Raise UserError for other numbers of tokens than meta.json's, if it has them."""
-        counts = {"train": self.n_tokens, "val": len(self.val)}
-        for split, n in counts.items():
-            stored = meta.get(split, {"tokens": n})["tokens"]
-            if n != stored:
-                raise UserError(
-                    f"{self.directory} has {n:,} tokens of {split}, not {stored:,}: "
-                    "prepare the text again with --overwrite"
-                )
-
     def validate_on(self, eval_tokens: int):
         """Choose the validation sequences: all of the split (0), or enough for eval_tokens, spread
         evenly. They have val_targets tokens to predict, which are val_bytes bytes of text."""
@@ -80,10 +74,8 @@ class Dataset:
         n_all = math.ceil(len(targets) / T)  # the last may be shorter
         wanted = math.ceil(eval_tokens / T)
         n = min(n_all, wanted) or n_all
-        chosen = np.arange(n) * n_all // n  # numbers from 0 to n_all - 1
-        self.val_starts = chosen * T
-        parts = [targets[start : start + T] for start in self.val_starts]
-        ids = np.concatenate(parts)
+        self.val_starts = np.arange(n) * n_all // n * T  # sequences 0 to n_all - 1
+        ids = np.concatenate([targets[start : start + T] for start in self.val_starts])
         self.val_targets = len(ids)
         self.val_bytes = int(bytes_per_token(self.tokenizer)[ids].sum())
 
@@ -119,8 +111,8 @@ class Dataset:
 
     def batch(self, config, step: int, processes) -> list[tuple]:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
-        place = processes.rank, processes.world_size
-        sequences = get_sequences(self.train, config, step, *place, offset=self.offset)
+        place = processes.rank, processes.world_size, self.offset
+        sequences = get_sequences(self.train, config, step, *place)
         batch = processes.to_device(sequences)  # (micro_steps, B, T + 1)
         return [(ids[:, :-1], ids[:, 1:].clone()) for ids in batch]  # you may change targets
 
@@ -167,10 +159,10 @@ def training_data(config, saved: dict | None = None) -> Dataset:
     return data
 
 
-def count_sequences(length: int, T: int) -> int:
-    """The sequences of a shard in an epoch. T tokens are left over, so that the first one may begin
-    at any of T places. A shard of T + 1 to 2 T tokens has one sequence, a shorter one has none."""
-    return max(length // T - 1, int(length > T))
+def count_sequences(lengths: np.ndarray, T: int) -> np.ndarray:
+    """The sequences of each shard in an epoch. T tokens are left over, so that the first one may
+    begin at any of T places. A shard of T + 1 to 2 T tokens has one, a shorter one has none."""
+    return np.maximum(lengths // T - 1, lengths > T)
 
 
 @lru_cache(maxsize=2)
@@ -181,16 +173,12 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> tuple
     Two shards of ten tokens and T = 3 have two sequences each, numbers 0 and 1, 2 and 3. With
     firsts [2, 1] these begin at 2 and 5, and at 1 and 4: sequences are T tokens apart. With
     bpe_dropout each shard is a copy of the text, and an epoch visits all copies."""
-    n_sequences = 0
-    firsts = []
-    for shard, length in enumerate(lengths):
-        n = count_sequences(length, T)
-        n_sequences += n
-        n_firsts = min(T, length - n * T)
-        rng = np.random.default_rng((seed, epoch, shard))
-        firsts.append(rng.integers(n_firsts))
+    counts = count_sequences(np.array(lengths), T)
+    n_firsts = np.minimum(T, lengths - counts * T)
+    rngs = [np.random.default_rng((seed, epoch, shard)) for shard in range(len(lengths))]
+    firsts = [rng.integers(n) for rng, n in zip(rngs, n_firsts, strict=True)]
     rng = np.random.default_rng((seed, epoch))
-    return rng.permutation(n_sequences).astype(np.uint32), firsts
+    return rng.permutation(counts.sum()).astype(np.uint32), firsts
 
 
 def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> torch.Tensor:
@@ -200,7 +188,7 @@ def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> 
     T = config.block_size
     B, micro_steps = micro_batches(config, world_size)
     lengths = tuple(map(len, shards))
-    counts = np.array([count_sequences(length, T) for length in lengths])  # one for each shard
+    counts = count_sequences(np.array(lengths), T)  # one for each shard
     ends = counts.cumsum()
     n = int(ends[-1])  # the sequences of each epoch
     sequences = np.empty((micro_steps, B, T + 1), dtype=np.int64)
