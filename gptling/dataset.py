@@ -15,14 +15,6 @@ from gptling.subwords import vary_tokens
 from gptling.tokenizers import bytes_per_token, has_merges, load_tokenizer
 
 
-def load_tokens(file: Path) -> np.ndarray:
-    """Return the ids in a token file, which stay on disk. Raises UserError for a damaged one."""
-    try:
-        return np.load(file, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{file}: {error}: prepare the text again with --overwrite") from None
-
-
 class Dataset:
     """data/NAME. eval_all: validate on all of the text. Raises UserError if it is missing or
     too short."""
@@ -42,14 +34,17 @@ class Dataset:
         self.fingerprint = meta["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        self.train = [load_tokens(shard) for shard in sorted(directory.glob("train-*.npy"))]
-        self.val = load_tokens(directory / "val.npy")
+        # Ids, which stay on disk.
+        shards = sorted(directory.glob("train-*.npy"))
+        self.train = [np.load(shard, mmap_mode="r") for shard in shards]
+        self.val = np.load(directory / "val.npy", mmap_mode="r")
         lengths = [*map(len, self.train)]
         self.n_tokens = sum(lengths)
-        n_stored = meta["train"]["tokens"] + meta["val"]["tokens"]
-        if self.n_tokens + len(self.val) != n_stored:
+        stored = meta["train"]["tokens"] + meta["val"]["tokens"]
+        found = self.n_tokens + len(self.val)
+        if found != stored:
             raise UserError(
-                f"{directory} has {self.n_tokens + len(self.val):,} tokens, not {n_stored:,}: "
+                f"{directory} has {found:,} tokens, not {stored:,}: "
                 "prepare the text again with --overwrite"
             )
         if eval_all:
@@ -100,10 +95,8 @@ class Dataset:
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""
-        ours = self.tokenizer
-        theirs = load_tokenizer(checkpoint)
-        has_same_tokens = ours._mergeable_ranks == theirs._mergeable_ranks
-        if ours.n_vocab > vocab_size or not has_same_tokens:
+        theirs = load_tokenizer(checkpoint)._mergeable_ranks
+        if self.tokenizer.n_vocab > vocab_size or self.tokenizer._mergeable_ranks != theirs:
             raise UserError(
                 f"{checkpoint} has another tokenizer than {self.directory}: "
                 f"give its --dataset, or prepare another text with --tokenizer={checkpoint}"

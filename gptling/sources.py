@@ -103,7 +103,7 @@ def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
     if real in seen:
         return
     seen.add(real)
-    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):  # reading it says why
+    if not os.path.isdir(path):
         yield path
         return
     inside = sorted(path.iterdir())
@@ -122,8 +122,10 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
         return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]
+    hint = ". Give hf:NAME:CONFIG:SPLIT" if name.startswith("hf:") else ""
     if name == "shakespeare" and not os.path.exists(name):
         name = SHAKESPEARE
+        hint = BY_HAND
     try:
         if name.startswith("hf:"):
             from datasets import load_dataset  # not everybody has it
@@ -136,8 +138,6 @@ def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
     except ImportError:
         raise
     except Exception as error:  # the hub's packages raise those of others, such as httpx
-        hint = BY_HAND * (name == SHAKESPEARE)
-        hint += ". Give hf:NAME:CONFIG:SPLIT" * name.startswith("hf:")
         raise UserError(f"{name}: {error}{hint}") from None
     # Windows' shells leave it to the program what *.txt means.
     paths = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))

@@ -22,10 +22,9 @@ MOST_TOKENS = 10_000_000  # limit of the text: so many need minutes and a gigaby
 def find_words(text: str, tokenizer: tiktoken.Encoding) -> list[str]:
     """Return the words of a text, which tokens never cross, and the special tokens in it."""
     special = tokenizer.special_tokens_set
-    pattern = "|".join(map(regex.escape, special))
-    parts = regex.split(f"({pattern})", text) if special else [text]
+    pattern = "|".join(map(regex.escape, special)) or "(?!)"  # which is nowhere
     words = []
-    for part in parts:
+    for part in regex.split(f"({pattern})", text):
         if part in special:
             words.append(part)
         else:

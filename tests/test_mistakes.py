@@ -215,8 +215,7 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
     (TRAIN, "meta.json", META, "data/mine has 769 tokens of val, not 7: prepare the text again"),
     (TRAIN, "val.npy", Evil(), "Python objects"),
-    (TRAIN, "val.npy", b"", "val.npy: No data left in file: prepare the text again"),
-    (TRAIN, "train-00000.npy", b"\x93NUMPY\1\0", "prepare the text again"),
+    (TRAIN, "val.npy", b"", "No data left in file"),
 ]
 
 
