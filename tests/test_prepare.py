@@ -283,16 +283,15 @@ def server(monkeypatch):
         server.shutdown()
 
 
-def test_texts_with_one_name_are_downloaded_once_each_and_read_by_their_ending(here, server):
+def test_texts_with_one_name_are_downloaded_once_each_and_read_by_their_ending(
+    here, server, monkeypatch
+):
     paths = ["/b/a.Txt.GZ?download=1&from=c/d.e", "/c/a.txt"]
     data = prepare(PrepareConfig((f"{server.url}{paths[0]}#top", f"{server.url}{paths[1]}")))
     assert data == Path("data/a") and server.paths == paths
     assert paths[0] in text_of(data) and paths[1] in text_of(data)
     assert meta_of(data)["bytes"] == len(TEXT.join(["", *paths]))
     assert [*here.iterdir(), *(here / "data").iterdir()] == [here / "data", here / data]
-
-
-def test_shakespeare_is_downloaded(here, server, monkeypatch):
     monkeypatch.setattr(sources, "SHAKESPEARE", f"{server.url}/input.txt")
     data = prepare(PrepareConfig(("shakespeare",)))
     assert data == Path("data/shakespeare") and text_of(data) == TEXT + "/input.txt"
@@ -501,6 +500,9 @@ def test_a_tokenizer_knows_nothing_of_the_validation_text(here):
     assert len(tokenizer.encode(" quixotic")) > 6
     data = prepare_text(train + val, tokenizer="char", name="b")
     assert "Ω" in text_of(data, "val") and "Ω" not in text_of(data, "train")
+    for n, kind in ((13_888, "char"), (13_889, "bpe")):  # 50,000 bytes to train on
+        data = prepare_text("a b " * n, name=kind)
+        assert meta_of(data)["tokenizer"] == kind
 
 
 def test_a_tokenizer_is_that_of_data_a_run_or_a_checkpoint(trained, here):
