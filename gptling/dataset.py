@@ -34,10 +34,9 @@ class Dataset:
         self.fingerprint = meta["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        # Ids, which stay on disk.
         shards = sorted(directory.glob("train-*.npy"))
         self.train = [np.load(shard, mmap_mode="r") for shard in shards]
-        self.val = np.load(directory / "val.npy", mmap_mode="r")
+        self.val = np.load(directory / "val.npy", mmap_mode="r")  # ids, which stay on disk
         lengths = [*map(len, self.train)]
         self.n_tokens = sum(lengths)
         stored = meta["train"]["tokens"] + meta["val"]["tokens"]
