@@ -165,7 +165,7 @@ class Corpus:
             self.sources.append((file, way, len(measured) // 2))
             return measured
         self.refused.append(f"{name}: {why}")
-        if "binary" not in why:
+        if "binary" not in why and os.path.exists(file):
             self.n_lost += os.path.getsize(file)
         return array("Q")
 

@@ -15,6 +15,14 @@ from gptling.subwords import vary_tokens
 from gptling.tokenizers import bytes_per_token, has_merges, load_tokenizer
 
 
+def load_tokens(file: Path) -> np.ndarray:
+    """Return the ids in a token file, which stay on disk. Raises UserError for a damaged one."""
+    try:
+        return np.load(file, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{file}: {error}: prepare the text again with --overwrite") from None
+
+
 class Dataset:
     """data/NAME. eval_all: validate on all of the text. Raises UserError if it is missing or
     too short."""
@@ -34,18 +42,18 @@ class Dataset:
         self.fingerprint = meta["sha256"]
         self.tokenizer = load_tokenizer(directory)
         self.tokenizer_json = (directory / "tokenizer.json").read_text(encoding="utf-8")
-        shards = sorted(directory.glob("train-*.npy"))
-        self.train = [np.load(shard, mmap_mode="r") for shard in shards]
-        self.val = np.load(directory / "val.npy", mmap_mode="r")  # ids, which stay on disk
+        self.train = [load_tokens(shard) for shard in sorted(directory.glob("train-*.npy"))]
+        self.val = load_tokens(directory / "val.npy")
         lengths = [*map(len, self.train)]
         self.n_tokens = sum(lengths)
-        stored = meta["train"]["tokens"] + meta["val"]["tokens"]
-        found = self.n_tokens + len(self.val)
-        if found != stored:
-            raise UserError(
-                f"{directory} has {found:,} tokens, not {stored:,}: "
-                "prepare the text again with --overwrite"
-            )
+        found = {"train": self.n_tokens, "val": len(self.val)}
+        for split, n in found.items():
+            stored = meta.get(split, {"tokens": n})["tokens"]  # older data have none
+            if n != stored:
+                raise UserError(
+                    f"{directory} has {n:,} tokens of {split}, not {stored:,}: "
+                    "prepare the text again with --overwrite"
+                )
         if eval_all:
             self.val = np.concatenate([*self.train, self.val])
         # The tokens of the longest sequence that both splits have. One more is its last target.
@@ -68,8 +76,10 @@ class Dataset:
         n_all = math.ceil(len(targets) / T)  # the last may be shorter
         wanted = math.ceil(eval_tokens / T)
         n = min(n_all, wanted) or n_all
-        self.val_starts = np.arange(n) * n_all // n * T  # sequences 0 to n_all - 1
-        ids = np.concatenate([targets[start : start + T] for start in self.val_starts])
+        chosen = np.arange(n) * n_all // n  # numbers from 0 to n_all - 1
+        self.val_starts = chosen * T
+        parts = [targets[start : start + T] for start in self.val_starts]
+        ids = np.concatenate(parts)
         self.val_targets = len(ids)
         self.val_bytes = int(bytes_per_token(self.tokenizer)[ids].sum())
 
@@ -94,8 +104,9 @@ class Dataset:
 
     def check_tokenizer(self, checkpoint: Path, vocab_size: int):
         """Raise UserError if a checkpoint, whose model has vocab_size tokens, has other tokens."""
-        theirs = load_tokenizer(checkpoint)._mergeable_ranks
-        if self.tokenizer.n_vocab > vocab_size or self.tokenizer._mergeable_ranks != theirs:
+        theirs = load_tokenizer(checkpoint)
+        has_same_tokens = self.tokenizer._mergeable_ranks == theirs._mergeable_ranks
+        if self.tokenizer.n_vocab > vocab_size or not has_same_tokens:
             raise UserError(
                 f"{checkpoint} has another tokenizer than {self.directory}: "
                 f"give its --dataset, or prepare another text with --tokenizer={checkpoint}"
@@ -167,8 +178,10 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> tuple
     bpe_dropout each shard is a copy of the text, and an epoch visits all copies."""
     counts = count_sequences(np.array(lengths), T)
     n_firsts = np.minimum(T, lengths - counts * T)
-    rngs = [np.random.default_rng((seed, epoch, shard)) for shard in range(len(lengths))]
-    firsts = [rng.integers(n) for rng, n in zip(rngs, n_firsts, strict=True)]
+    firsts = []
+    for shard, n in enumerate(n_firsts):
+        rng = np.random.default_rng((seed, epoch, shard))
+        firsts.append(rng.integers(n))
     rng = np.random.default_rng((seed, epoch))
     return rng.permutation(counts.sum()).astype(np.uint32), firsts
 

@@ -103,7 +103,7 @@ def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
     if real in seen:
         return
     seen.add(real)
-    if not os.path.isdir(path):
+    if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):  # reading it says why
         yield path
         return
     inside = sorted(path.iterdir())
@@ -118,7 +118,7 @@ def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
 def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
     """The files that a name means. "quickstart" is Python's library. What is not a file is written
     into the directory `downloads`. Raises UserError."""
-    if name == "quickstart":
+    if name == "quickstart" and not os.path.exists(name):
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
         return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]

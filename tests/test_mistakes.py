@@ -195,8 +195,7 @@ class Evil:
 SAMPLE, RESUME = "sample.py out/mine", "train.py --out_dir=out/mine --resume --max_iters=30"
 TRAIN = f"train.py --dataset=mine {' '.join(TINY)} --out_dir=out/new"
 INIT = f"{TRAIN} --init_from=out/mine"
-META = {"val": {"tokens": 7}}  # of 769
-N = len(TEXT)
+META = {"val": {"tokens": 7}}
 DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "config.json", {"n_head": 3}, "n_head=3"),
     (SAMPLE, "config.json", {"model_type": "llama"}, "'model_type': 'llama'"),
@@ -214,9 +213,10 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (RESUME, "training_state.pt", 2, "of another version: begin with --init_from=out/mine"),
     (INIT, "config.json", {"n_head": 3}, "n_embd=16 is not divisible by n_head=3"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
-    (TRAIN, "meta.json", META, f"mine has {N:,} tokens, not {N - 762:,}: prepare the text again"),
+    (TRAIN, "meta.json", META, "data/mine has 769 tokens of val, not 7: prepare the text again"),
     (TRAIN, "val.npy", Evil(), "Python objects"),
-    (TRAIN, "val.npy", b"", "No data left in file"),
+    (TRAIN, "val.npy", b"", "val.npy: No data left in file: prepare the text again"),
+    (TRAIN, "train-00000.npy", b"\x93NUMPY\1\0", "prepare the text again"),
 ]
 
 
