@@ -68,7 +68,7 @@ class Clock:
             return True
         self.newest.append(elapsed)
         at_least = 10 if self.processes.device == "cuda" else 1  # a GPU is ahead, until a report
-        enough = max(1.0, 1.8 * self.config.minutes)  # seconds: 3 % of the time
+        enough = max(1.0, 0.03 * 60 * self.config.minutes)  # seconds
         if len(self.newest) < at_least or sum(self.newest) < enough:
             return False
         self.means.append(statistics.mean(self.newest))
@@ -86,12 +86,12 @@ class Clock:
         is_warm = step > self.first_step + 1  # the first step allocates, and compiles
         has_news = is_warm and self.note(step, elapsed)
         fitting = max_iters = self.progress.max_iters
-        minutes = self.config.minutes
-        if not minutes:
+        budget = 60 * self.config.minutes  # seconds
+        if not budget:
             return max_iters
-        left = 60 * minutes - now - SAVING
+        left = budget - now - SAVING
         too_late = self.seconds_left(step, max_iters) - left
-        is_near = abs(too_late) <= max(0.6 * minutes, 0.1 * left)
+        is_near = abs(too_late) <= max(0.01 * budget, 0.1 * left)
         grows_later = not self.evaluation and max_iters - step > self.config.eval_interval
         if has_news and not is_near and (too_late > 0 or not grows_later):
             possible = range(step + 1, max(self.progress.most, max_iters) + 1)

@@ -271,7 +271,7 @@ class Planner:
         batch = self.data.batch(candidate, 0, self.processes)
         model, forward, optimizers = self.set_up(candidate, self.data)
         # Seconds per model, so that four models use a twentieth of the time.
-        limit = min(0.75 * self.config.minutes, 3.75)
+        limit = min(0.0125 * 60 * self.config.minutes, 3.75)
         times = [self.now()]  # the first step, which allocates and compiles, begins here
         name = f"measuring {candidate.n_layer} layers of {candidate.n_embd}"
         bar = progress_bar(21, desc=name, bar_format="{desc} |{bar}|")
