@@ -111,20 +111,19 @@ class CrossEntropy(torch.autograd.Function):
         # logit and the largest probability belong to one token: -log of the target's probability
         # is the difference of their logits, less the log of that probability.
         differences = logits.amax(-1) + F.nll_loss(logits, targets, reduction="none")  # (N,)
-        losses = differences - probs.amax(-1).log()
-        grad = probs.scatter_(1, targets.clamp(min=0)[:, None], -1, reduce="add")
-        ignored = targets == -100
-        grad[ignored] = 0
-        ctx.save_for_backward(grad)
-        return losses.masked_fill_(ignored, 0)
+        losses = (differences - probs.amax(-1).log()).masked_fill(targets == -100, 0)
+        columns = targets.clamp(min=0)[:, None]  # -100 is ignored
+        grad = probs.scatter_(1, columns, -1, reduce="add")
+        ctx.save_for_backward(grad, targets)
+        return losses
 
     @staticmethod
     def backward(ctx, grad_losses):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: leave out use_cpu_kernels in train.py")
-        (grad,) = ctx.saved_tensors
+        grad, targets = ctx.saved_tensors
+        factors = (grad_losses * (targets != -100))[:, None]
         again = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
-        factors = grad_losses[:, None]
         return (grad * factors if again else grad.mul_(factors)), None
 
 

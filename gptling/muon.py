@@ -3,7 +3,6 @@ Jordan et al. 2024, Muon, https://kellerjordan.github.io/posts/muon/
 Zhang et al. 2026, Gram Newton-Schulz, https://dao-ailab.github.io/blog/2026/gram-newton-schulz/"""
 
 import math
-from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -31,16 +30,21 @@ class Muon(torch.optim.Optimizer):
 
     def update(self, params: list[Tensor], group: dict):
         """Update parameters, with all their matrices of one shape in one batch."""
-        updates = [whole(self.update_momentum(p, group["momentum"])) for p in params]
-        by_shape = defaultdict(list)  # {shape: all matrices, as views of the updates}
-        for p, update in zip(params, updates, strict=True):
-            for matrix in update.split(getattr(p, "matrices", [p.size(-2)]), -2):
-                by_shape[matrix.shape].append(matrix)
-        for matrices in by_shape.values():
-            self.orthogonalise_all(matrices)
-        for p, update in zip(params, updates, strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(shard(update, p), alpha=-group["lr"])
+        wholes = {}  # {parameter: itself, or gathered from all processes if it is sharded}
+        by_shape = {}  # {shape: [(weight, update), ...]} of all matrices, as views of the whole
+        for p in params:
+            weight = whole(p)
+            update = whole(self.update_momentum(p, group["momentum"]))
+            wholes[p] = weight
+            rows = getattr(p, "matrices", [p.size(-2)])
+            parts = zip(weight.split(rows, -2), update.split(rows, -2), strict=True)
+            for matrix, its_update in parts:
+                by_shape.setdefault(matrix.shape, []).append((matrix, its_update))
+        for pairs in by_shape.values():
+            self.apply(pairs, group)
+        for p, weight in wholes.items():
+            if weight is not p:
+                p.copy_(shard(weight, p))
 
     def update_momentum(self, p: Tensor, momentum: float) -> Tensor:
         """Add a gradient to its moving average. Return the update, Nesterov's: the average as it
@@ -52,15 +56,17 @@ class Muon(torch.optim.Optimizer):
         average.lerp_(p.grad, 1 - momentum)
         return p.grad.lerp(average, momentum)
 
-    def orthogonalise_all(self, matrices: list[Tensor]):
-        """Orthogonalise matrices of one shape, or stacks of them, in place."""
-        stacked = torch.stack(matrices)  # (n, rows, columns), or of stacks
-        rows, columns = stacked.shape[-2:]
-        exact = self.dtype == torch.float32 and stacked.device.type == "cpu"
-        new = orthogonalise(stacked.view(-1, rows, columns).to(self.dtype), exact)
+    def apply(self, pairs: list[tuple[Tensor, Tensor]], group: dict):
+        """Orthogonalise the updates of weights of one shape, and add them."""
+        updates = torch.stack([update for _, update in pairs])  # (n, rows, columns), or of stacks
+        rows, columns = updates.shape[-2:]
+        matrices = updates.view(-1, rows, columns).to(self.dtype)
+        exact = self.dtype == torch.float32 and updates.device.type == "cpu"
+        updates = orthogonalise(matrices, exact).view(updates.shape)
         scale = math.sqrt(max(1, rows / columns))  # taller ones write more
-        for matrix, update in zip(matrices, new.view(stacked.shape), strict=True):
-            matrix.copy_(update).mul_(scale)
+        for (weight, _), update in zip(pairs, updates, strict=True):
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(update, alpha=-group["lr"] * scale)
 
 
 def orthogonalise(x: Tensor, exact: bool = False) -> Tensor:
