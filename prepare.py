@@ -26,7 +26,7 @@ from gptling import tokenizers
 from gptling.cli import Empty, UserError, launch, load_config
 from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
 from gptling.files import new_directory
-from gptling.sources import name_after
+from gptling.sources import QUICKSTART, name_after
 
 # What --overwrite may delete, and macOS' own.
 OUTPUT = re.compile(r"(train-\d+|val)\.npy|(tokenizer|meta)\.json|\.DS_Store")
@@ -35,7 +35,7 @@ OUTPUT = re.compile(r"(train-\d+|val)\.npy|(tokenizer|meta)\.json|\.DS_Store")
 @dataclass
 class PrepareConfig:
     # files, folders, URLs, hf:NAME:CONFIG:SPLIT, or shakespeare. Default: Python's standard library
-    sources: tyro.conf.Positional[Empty[tuple[str, ...]]] = ("quickstart",)
+    sources: tyro.conf.Positional[Empty[tuple[str, ...]]] = (QUICKSTART,)
     encoding: Empty[str] = ""  # encoding of text files that are not in UTF-8, such as cp1252
     field: str = "text"  # the field of records (.jsonl, .parquet, hf:) that holds the text
     tokenizer: str = "auto"  # auto, char, byte, bpe, a tiktoken name (gpt2), or a run's directory
@@ -64,7 +64,7 @@ def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encod
     "auto" and a short text: it has all characters of the corpus. Raises UserError."""
     if kind not in tokenizers.TOKENIZERS and Path(kind).expanduser().is_dir():
         return load_tokenizer(kind)
-    if kind == "auto" and not vocab_size and corpus.n_train.sum() < tokenizers.AUTO_CHARACTERS:
+    if kind == "auto" and not vocab_size and corpus.n_train.sum() < tokenizers.AUTO_CHAR_BYTES:
         kind = "char"
     texts = (text for split, text in corpus.texts() if split == "train" or kind == "char")
     return tokenizers.build_tokenizer(kind, texts, vocab_size, corpus.n_documents > 1)

@@ -74,15 +74,14 @@ def read_prompts(config: SampleConfig, checkpoint: Path) -> list[str]:
     """Return the prompts of --prompt, --prompts or standard input. Without any it is "def" for a
     run on the quick start's text, which is Python's source."""
     # The newline of `echo`, or the last one of a file, is not part of a prompt.
-    if config.prompts:
-        try:
-            text = Path(config.prompts).read_text("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{config.prompts} is not UTF-8: {error}") from None
-        return text.removesuffix("\n").split("\n")
-    if config.prompt == "-":
-        sys.stdin.reconfigure(encoding="utf-8-sig")
-        return [sys.stdin.read().removesuffix("\n")]
+    try:
+        if config.prompts:
+            return Path(config.prompts).read_text("utf-8-sig").removesuffix("\n").split("\n")
+        if config.prompt == "-":
+            sys.stdin.reconfigure(encoding="utf-8-sig")
+            return [sys.stdin.read().removesuffix("\n")]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{config.prompts or 'the prompt'} is not UTF-8: {error}") from None
     is_quickstart = read_settings(checkpoint.parent).get("dataset") == "quickstart"
     if is_quickstart and not (config.prompt or config.interactive):
         print("the quick start's text is Python, hence --prompt def", file=sys.stderr)

@@ -79,7 +79,9 @@ def launch(main: Callable[[], int | None], *, needs_reader: bool = False):
     # later, since its bindings would report frozen objects as leaks.
     gc.freeze()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # after cleaning up
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # a service may have none
+        setattr(sys, name, stream)
         if isinstance(stream, TextIOWrapper):  # IDLE and notebooks have their own kind
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
             if not needs_reader:

@@ -92,7 +92,8 @@ class Clock:
         left = budget - now - SAVING
         too_late = self.seconds_left(step, max_iters) - left
         is_near = abs(too_late) <= max(0.01 * budget, 0.1 * left)
-        grows_later = not self.evaluation and max_iters - step > self.config.eval_interval
+        n_evaluations = evaluations(max_iters, self.config) - step // self.config.eval_interval
+        grows_later = not self.evaluation and n_evaluations > 1
         if has_news and not is_near and (too_late > 0 or not grows_later):
             possible = range(step + 1, max(self.progress.most, max_iters) + 1)
             fit = bisect.bisect(possible, left, key=lambda n: self.seconds_left(step, n))
@@ -125,6 +126,7 @@ def next_model(config, progress, processes):
         return None
     following.max_iters = round(min(TAUGHT, share) * progress.max_iters)
     following.teacher = f"{config.out_dir}/teacher-*"  # see teacher_paths
+    following.teacher_share = None
     fill_in(following, {})
     return following
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from gptling.files import UserError
 from gptling.sources import (
+    CHUNK,
     MARKUP,
     UNREADABLE,
     UTF8,
@@ -48,11 +49,12 @@ def measure(pieces: Iterable[tuple[str, bool]], encoding: str, errors: str) -> t
     """Return a hash and a size in bytes for each document of a file, hash, size, hash, size, ...,
     and the number of characters that replace bad bytes. Raises ValueError for more than a
     thousandth of these, and for a binary file, which is text in many an encoding but UTF-8."""
-    is_utf8 = encoding == UTF8 and errors != "replace"
+    is_utf8 = encoding == UTF8
     signs = CONTROLS if is_utf8 else b"\0"
     n_bytes = 0
     n_binary = 0
     n_replaced = 0
+    is_no_text = False
     found = array("Q")
     content = start_hash()
     size = 0
@@ -67,8 +69,11 @@ def measure(pieces: Iterable[tuple[str, bool]], encoding: str, errors: str) -> t
             found.extend((int.from_bytes(content.digest()), size))
             content = start_hash()
             size = 0
-    if n_binary > is_utf8 * n_bytes / 8 or n_replaced > n_bytes / 1000:
-        raise ValueError("a binary file")
+        is_no_text = n_binary > (n_bytes / 8 if is_utf8 else 0) or n_replaced > n_bytes / 1000
+        if is_no_text and n_bytes >= CHUNK:
+            break
+    if is_no_text:
+        raise ValueError("a binary file, or too many bad bytes")
     return found, n_replaced
 
 
@@ -150,8 +155,11 @@ class Corpus:
         """Measure a file. Remember it as a source, and why it, or a part of it, is left out."""
         # A bad byte spoils one line of records, or one character of a text that has few of them.
         last = "surrogateescape" if is_json(file) else "strict"
+        given = UTF8 if encoding.lower() in ("", "utf-8", "utf8") else encoding
         why = ""
-        for way in ((UTF8, "strict"), (encoding or UTF8, last), (UTF8, "replace")):
+        for way in dict.fromkeys([(UTF8, "strict"), (given, last), (UTF8, "replace")]):
+            if "replace" in way and "binary" in why:
+                break
             reasons = []
             try:
                 measured, n_replaced = measure(read_pieces(file, self.field, reasons, *way), *way)

@@ -114,8 +114,8 @@ class Dataset:
 
     def batch(self, config, step: int, processes) -> list[tuple]:
         """Return (inputs, targets) on this process's device for each micro-batch of a step."""
-        place = processes.rank, processes.world_size, self.offset
-        sequences = get_sequences(self.train, config, step, *place)
+        place = processes.rank, processes.world_size
+        sequences = get_sequences(self.train, config, step, *place, offset=self.offset)
         batch = processes.to_device(sequences)  # (micro_steps, B, T + 1)
         return [(ids[:, :-1], ids[:, 1:].clone()) for ids in batch]  # you may change targets
 

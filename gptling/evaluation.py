@@ -100,7 +100,7 @@ def comparable(metrics: dict) -> tuple[float, int | None]:
     """Return the loss of an evaluation that compares with those of other steps, infinity without
     one, and the number of its tokens."""
     loss = metrics.get("comparable_loss", metrics.get("val_loss", math.inf))
-    loss = min(math.inf, loss)  # infinity for NaN too, which compares with nothing
+    loss = loss if loss < math.inf else math.inf  # NaN compares with nothing
     return loss, metrics.get("comparable_tokens", metrics.get("val_tokens"))
 
 

@@ -69,7 +69,7 @@ def run_and_record(model: torch.nn.Module, idx: torch.Tensor):
             f"of all {T} tokens to themselves and earlier ones"
         )
     weights = torch.stack(attention.weights)
-    if [x.size(1) for x in inputs] == (model.config.n_layer + 1) * [T]:
+    if len(layers) > 1 and [x.size(1) for x in inputs] == len(layers) * [T]:
         lens = model.logits(model.ln_f(torch.cat(inputs)))
         if torch.allclose(lens[-1:], logits, atol=1e-4):
             return logits[0], weights, lens

@@ -19,14 +19,13 @@ def sync(path: Path):
     """Have the system write a file to the disk now, or a directory if its drive can do that."""
     if os.name == "nt":
         return  # Windows lets nobody open a directory
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # an error for a file counts
-            raise
-    finally:
-        os.close(descriptor)
+    ignored = [OSError] if path.is_dir() else []  # an error for a file counts
+    with contextlib.suppress(*ignored):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def try_again(rename: Callable, target: Path):

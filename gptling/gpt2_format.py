@@ -10,10 +10,12 @@ after fixed ids. Loading compares model.py's logits with the stored ones, or wit
 import json
 import re
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -68,11 +70,12 @@ def gpt2_logits(tensors: Tensors, config, idx) -> torch.Tensor:
     Raises ValueError if a GPT-2 of these sizes has other tensors."""
     C = config.n_embd
     T = idx.size(1)
-    gelu = nn.GELU(approximate="tanh")
+    gelu = partial(F.gelu, approximate="tanh")
     options = {"dropout": 0.0, "activation": gelu, "batch_first": True, "norm_first": True}
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced
         block = nn.TransformerEncoderLayer(C, config.n_head, 4 * C, **options)
-        gpt2 = nn.TransformerEncoder(block, config.n_layer, nn.LayerNorm(C), False)
+        norm = nn.LayerNorm(C)
+        gpt2 = nn.TransformerEncoder(block, config.n_layer, norm, enable_nested_tensor=False)
         # nn.Embedding would draw its weights, for which PyTorch imports its compiler.
         gpt2.wte = nn.Linear(C, config.vocab_size, bias=False)
         gpt2.wpe = nn.Linear(C, config.block_size, bias=False)

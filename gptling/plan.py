@@ -66,7 +66,7 @@ class Planner:
     """The rules. They plan the fields of train.py's configuration that are None."""
 
     def __init__(self, config, data: Dataset, longest: float, set_up, processes):
-        """longest: the longest sequence that --init_from allows; set_up: train.py's."""
+        """longest: the longest sequence that loaded models allow; set_up: train.py's."""
         self.config = config
         self.data = data
         self.set_up = set_up
@@ -313,8 +313,8 @@ def complete(config, longest: float, set_up, processes):
             plan.append(f"{name}={value:{form}}")
     text = f"plan for {config.minutes:g} min: {', '.join(plan)}"
     print(textwrap.fill(text, 100, subsequent_indent="    "))
-    enough = seconds * (1 + LEAST_TAUGHT * (1 + TEACHING))  # for another model: see next_model
-    if can_be_followed(config) and enough < planner.seconds_left():
+    with_another = seconds * (1 + LEAST_TAUGHT * (1 + TEACHING))  # see next_model
+    if can_be_followed(config) and with_another < planner.seconds_left():
         print(
             f"    one model needs {seconds / 60:.2g} min: "
             "if time is left, others follow, and the last learns from them"

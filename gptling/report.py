@@ -232,9 +232,9 @@ class Report:
         if self.wandb_run:
             self.attempt(self.wandb_run.finish)
         out_dir = shlex.quote(self.config.out_dir)
+        resume = f"Next: python train.py --out_dir={out_dir} --resume"
         if stopped:
-            print(f"\nStopped at step {self.progress.step}, and saved.")
-            print(f"Next: python train.py --out_dir={out_dir} --resume")
+            print(f"\nStopped at step {self.progress.step}, and saved.\n{resume}")
             return
         if not self.processes.is_main:
             return
@@ -247,6 +247,8 @@ class Report:
             loss += f" over {tokens:,} of {self.all_targets:,} tokens"
         if is_followed:
             print(f"\nModel {self.config.models_before + 1} has ended. Best so far: {loss}")
+            if self.processes.signal:  # it came in the last evaluation
+                print(resume)
             return
         print(f"\nDone in {startup.seconds():.0f} s. Best: {loss}, saved in {best}")
         newest = comparable(read_metrics(models[-1]))[0]

@@ -117,14 +117,14 @@ class RunDirectory:
         if not (self.processes.is_main and self.path.is_dir()):
             return
         self.lock = lock_directory(self.path)
-        settings = self.path / "config.toml"
-        is_ours = settings.is_file() and settings.read_text("utf-8").startswith(HEADER)
-        if is_ours or list_checkpoints(self.path):
+        if list_checkpoints(self.path):
             return
+        settings = self.path / "config.toml"
+        is_ours = settings.is_file() and settings.read_bytes().startswith(HEADER.encode())
         for file in self.path.iterdir():
             if list_checkpoints(file):
                 raise UserError(f"{self.path} contains other runs: give --out_dir={self.path}/NAME")
-            if OUTPUT.fullmatch(file.name):
+            if OUTPUT.fullmatch(file.name) and not is_ours:
                 raise UserError(f"{file} belongs to another program: give another --out_dir")
 
     def start(self, state):
@@ -138,7 +138,10 @@ class RunDirectory:
         log = self.path / "log.jsonl"
         log.touch()
         content = log.read_bytes()
-        if not done and (list_models(self.path) or b"val_loss" in content):
+        models = list_models(self.path)
+        if not done and models and not state.config.overwrite:  # since the plan was made
+            raise UserError(f"{self.path} has another run by now: give another --out_dir")
+        if not done and (models or b"val_loss" in content):
             self.move_old_run()
         for path in self.path.glob(".checkpoint-*/"):  # half written, or half deleted
             shutil.rmtree(path, ignore_errors=True)
@@ -174,8 +177,9 @@ class RunDirectory:
             last = checkpoints[-1]
             was_stopped = "val_loss" not in read_metrics(last)  # a signal ends an evaluation
             best = last if was_stopped else best_of(checkpoints)
-            # No one continues from the best model's own state.
-            replace(best / "training_state.pt", (last / "training_state.pt").read_bytes())
+            # A resumed run continues from the last step's state, not from the best model's.
+            copy = shutil.copy(last / "training_state.pt", best / ".training_state.pt")
+            Path(copy).replace(best / "training_state.pt")
             n = len(list_teachers(self.path)) + 1
             for path in checkpoints:
                 if path != best:

@@ -25,6 +25,7 @@ from gptling.run import (
     list_models,
     list_teachers,
     load_training_state,
+    read_metrics,
     read_settings,
 )
 from gptling.schedule import fill_in
@@ -113,7 +114,7 @@ def settle(config_class: type, model_class: type, set_up: Callable, quickstart, 
         quickstart()
     processes.barrier()
     if start.saved:  # a resumed run has its settings
-        start.following = change_length(config, length_flag, start.progress, processes)
+        change_length(config, length_flag, start, processes)
     elif config.eval_only or (config.max_iters and length_flag != "minutes"):  # steps
         config.minutes = 0.0
         fill_in(config, SMALL | {"block_size": min(SMALL["block_size"], longest)})
@@ -162,6 +163,7 @@ def find_run(config, start: Start):
                 "--resume continues it, --overwrite replaces it, --out_dir keeps both"
             )
         start.checkpoint = checkpoints[-1]
+        read_metrics(start.checkpoint)  # a damaged one would end the run at its end
         start.saved = load_training_state(start.checkpoint)
     step = start.saved["progress"]["step"] if start.saved else 0
     if run.processes.all_reduce_max(step) != step:
@@ -216,11 +218,14 @@ def adopt_sizes(config, given: dict, model_class: type, checkpoint: Path | None)
     UserError for a size that they cannot have."""
     longest = math.inf
     for path in filter(None, [*teacher_paths(config), checkpoint]):
-        stored = vars(stored_config(model_class, read_json(path / "config.json")))
+        try:
+            stored = vars(stored_config(model_class, read_json(path / "config.json")))
+        except ValueError as error:  # sizes that do not go together
+            raise UserError(f"{path / 'config.json'}: {error}") from None
         longest = min(longest, stored["block_size"])
         if (config.block_size or 0) > longest:
             raise UserError(
-                f"--block_size={config.block_size}: {path} has at most {longest} tokens"
+                f"--block_size={config.block_size}: {path} accepts at most {longest} tokens"
             )
     if not checkpoint:
         return longest
@@ -234,11 +239,12 @@ def adopt_sizes(config, given: dict, model_class: type, checkpoint: Path | None)
     return longest
 
 
-def change_length(config, flag: str, progress: Progress, processes):
+def change_length(config, flag: str, start: Start, processes):
     """Give a resumed run the new length that a flag asks for: --max_iters, a new total of steps, or
     --minutes, so many more at the mean speed so far. If the model would overfit with more steps,
-    and the minutes are enough for another one, its steps stay, and this other one is returned."""
+    and the minutes are enough for another one, its steps stay, and start.following is that one."""
     fill_in(config, SMALL)  # fields that the run's code did not have
+    progress = start.progress
     is_longer = flag == "minutes" and config.resume
     more = config.minutes
     seconds = progress.seconds_before  # all earlier sessions' time
@@ -246,14 +252,13 @@ def change_length(config, flag: str, progress: Progress, processes):
         config.minutes = 0.0
     elif is_longer:
         config.minutes += seconds / 60
-    following = next_model(config, progress, processes)
-    if is_longer and not following:
+    start.following = next_model(config, progress, processes)
+    if is_longer and not start.following:
         steps = max(1, round(60 * more * progress.step / (seconds - progress.began)))
         if progress.step < progress.most:  # then others may follow
             steps = min(steps, progress.most - progress.step)
         print(f"about {steps:,} more steps in {more:g} min")
         config.max_iters = progress.step + steps
-    return following
 
 
 def check_schedule(config):

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from gptling.files import UserError
 from gptling.tokenizers import END_OF_TEXT
 
+QUICKSTART = "python:quickstart"
 SHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
 BY_HAND = ". Download it by hand, then: python prepare.py input.txt --name=shakespeare"
 ENCODINGS = "such as --encoding=cp1252 (Western Europe), gbk, koi8-r or utf-16 (PowerShell)"
@@ -47,7 +48,7 @@ CUT = re.compile(r"(?s).*[^\W\d_](?=\s)|.+(?=<)|.*")
 
 def name_after(source: str) -> str:
     """Return the name of a data directory: its source's, without the ending, or its folder's."""
-    source = re.sub(r"^hf:([^:]*).*|^(https?://[^?#]*).*", r"\1\2", source)
+    source = re.sub(r"^(?:hf|python):([^:]*).*|^(https?://[^?#]*).*", r"\1\2", source)
     if not Path(source).exists():
         source = re.sub(r"[^/\\]*[*?[].*", "", source)  # notes/*.txt: notes
     endings = rf"(?i)(\.(txt|md|text|jsonl|parquet))?(\.gz)?$|{MARKUP.pattern}"
@@ -116,9 +117,9 @@ def find_files(path: Path, seen: set[str]) -> Iterator[Path]:
 
 
 def find_sources(name: str, field: str, downloads: Path) -> list[Path]:
-    """The files that a name means. "quickstart" is Python's library. What is not a file is written
+    """The files that a name means. QUICKSTART is Python's library. What is not a file is written
     into the directory `downloads`. Raises UserError."""
-    if name == "quickstart" and not os.path.exists(name):
+    if name == QUICKSTART:
         library = Path(sysconfig.get_path("stdlib"))
         files = sorted(library.rglob("*.py"))
         return [f for f in files if not NO_EXAMPLE.search(str(f.relative_to(library)))]

@@ -21,7 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 BPE_SAMPLE = 50_000_000  # characters to train a BPE on, at most
 SAMPLE_PIECE = 1 << 12  # characters that are drawn or left out together, the longest word of a BPE
 BPE_WORDS = 5_000_000  # bytes of different words among these: each needs 120 bytes in training
-AUTO_CHARACTERS = 50_000  # "auto" is "char" for fewer bytes: docs/experiments/planner
+AUTO_CHAR_BYTES = 50_000  # for fewer bytes, "auto" is "char": docs/experiments/planner
 ANY_CHARACTER = r"[\s\S]"  # pattern of char and byte: Hugging Face's engine refuses (?s:.)
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 # GPT-4's (tiktoken's cl100k_base), but words have marks, such as the vowel signs of Hindi, and the

@@ -211,7 +211,7 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (RESUME, "training_state.pt", b"short", "training_state.pt cannot be read"),
     (RESUME, "training_state.pt", Evil(), "training_state.pt cannot be read"),
     (RESUME, "training_state.pt", 2, "of another version: begin with --init_from=out/mine"),
-    (INIT, "config.json", {"n_head": 3}, "n_embd=16 is not divisible by n_head=3"),
+    (INIT, "config.json", {"n_head": 3}, "config.json: n_embd=16 is not divisible by n_head=3"),
     (TRAIN, "tokenizer.json", b'{"model": ', "tokenizer.json"),
     (TRAIN, "meta.json", META, "data/mine has 769 tokens of val, not 7: prepare the text again"),
     (TRAIN, "val.npy", Evil(), "Python objects"),

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from gptling import corpus, sources, tokenizers
 from gptling.cli import UserError
-from gptling.sources import name_after
+from gptling.sources import QUICKSTART, name_after
 from gptling.tokenizers import END_OF_TEXT, build_tokenizer, encode, load_tokenizer
 from prepare import PrepareConfig, prepare
 from prepare import load_tokenizer as load_tokenizer_by_name
@@ -175,7 +175,7 @@ def test_another_field_and_half_a_character_are_read(here):
 
 def test_the_quick_start_is_the_source_of_pythons_library(here):
     library = sysconfig.get_path("stdlib")
-    files = [file.relative_to(library) for file in sources.find_sources("quickstart", "text", here)]
+    files = [file.relative_to(library) for file in sources.find_sources(QUICKSTART, "text", here)]
     assert Path("json/decoder.py") in files and files == sorted(files)
     left_out = {"test", "tests", "site-packages", "encodings", "idlelib"}
     left_out |= {"pydoc_data", "entities.py", "stringprep.py"}  # generated, and tables
