@@ -33,18 +33,8 @@ from gptling.tokenizers import has_merges
 
 # Layers and widths to choose from: the largest model that sees enough tokens in the time. Sweeps
 # "sizes" and "tokens".
-SHAPES = [
-    (2, 64),
-    (2, 96),
-    (2, 128),
-    (2, 192),
-    (2, 256),
-    (3, 256),
-    (4, 384),
-    (6, 512),
-    (12, 768),
-    (16, 1024),
-]
+SHAPES = [(2, 64), (2, 96), (2, 128), (2, 192), (2, 256)]
+SHAPES += [(3, 256), (4, 384), (6, 512), (12, 768), (16, 1024)]
 TOKENS_PER_PARAMETER = 1.5  # tokens that a model should see
 # The largest model has so many parameters per token of the text, or so many, whichever is more.
 PARAMETERS_PER_TOKEN = 25  # sweeps "repeated" and "minutes"
