@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from report import ROOT, in_turns, machine, peak_megabytes, spread, table
+from report import ROOT, compare, machine, peak_megabytes
 
 
 def worker(case: dict):
@@ -50,12 +50,8 @@ def main(megabytes: int, repetitions: int):
         cases = {}
         for tokenizer, who in product(("char", "byte", "bpe", "gpt2"), ("tiktoken", "prepare.py")):
             cases[f"{tokenizer}, {who}"] = dict(file=str(file), tokenizer=tokenizer, who=who)
-        results = in_turns(__file__, cases, repetitions)
-    header, rows = ["MB/s", "s", "peak MB"], []
-    for name, found in results.items():
-        rows.append([name, *(spread([one[key] for one in found], 1) for key in header)])
-    title = f"{megabytes} MB of text; {repetitions} repetitions (median, low, high)"
-    table(title, ["", *header], rows)
+        columns = {name: (name, 1) for name in ("MB/s", "s", "peak MB")}
+        compare(__file__, f"{megabytes} MB of text", cases, repetitions, columns)
 
 
 if __name__ == "__main__":

@@ -91,3 +91,27 @@ def table(title: str, header: list[str], rows: list[list[str]]):
     for row in [header, ["-" * width for width in widths], *rows]:
         print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |")
     sys.stdout.flush()
+
+
+def compare(script: str, title: str, cases: dict[str, dict], repetitions: int, columns: dict):
+    """Measure cases in turns and print a table of what `columns` say by a header: the name of a
+    figure, and its digits. "against" the first case it is a ratio."""
+    results = in_turns(script, cases, repetitions)
+    rows, base = [], results.get(next(iter(cases)), [])
+    for name, found in results.items():
+        rows.append([name])
+        for header, (key, digits) in columns.items():
+            values = [result[key] for result in found]
+            if header.startswith("against"):
+                values = [a / b[key] for a, b in zip(values, base, strict=False)]
+            rows[-1].append(spread(values, digits) if values else "")
+    table(f"{title}; {repetitions} repetitions (median, low, high)", ["", *columns], rows)
+
+
+def gpt2_of_transformers(config):
+    """A new one of these sizes, without dropout and without an end of text."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {name: getattr(config, name) for name in "vocab_size n_layer n_head n_embd".split()}
+    sizes |= {"n_positions": config.block_size, "bos_token_id": 0, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from report import ROOT, dtypes, in_turns, main, spread, table
+from report import ROOT, compare, dtypes, gpt2_of_transformers, main
 
 SIZES = {"0.8 M": dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128), "124 M": {}}
 
@@ -39,14 +39,7 @@ def gptling(case: dict, model, idx):
 
 
 def transformers(case: dict, model, idx):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    gpt2_config = GPT2Config(
-        vocab_size=model.config.vocab_size, n_positions=model.config.block_size,
-        n_embd=model.config.n_embd, n_layer=model.config.n_layer, n_head=model.config.n_head,
-        bos_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    peer = GPT2LMHeadModel(gpt2_config).eval().to(idx.device, model.wte.weight.dtype)
+    peer = gpt2_of_transformers(model.config).eval().to(idx.device, model.wte.weight.dtype)
     options = {"do_sample": True, "top_k": min(200, model.config.vocab_size), "temperature": 0.8}
     options |= {"pad_token_id": 0, "attention_mask": torch.ones_like(idx)}
     return lambda n: peer.generate(idx, max_new_tokens=n, min_new_tokens=n, **options)
@@ -95,7 +88,7 @@ def llama_cpp(case: dict, model, idx):
 
 
 def worker(case: dict):
-    """Draw texts; prints seconds to the first token and tokens per second after it as JSON."""
+    """Draw texts; prints milliseconds to the first token and tokens per second after it as JSON."""
     from model import GPT, GPTConfig
 
     torch.manual_seed(0)
@@ -115,22 +108,15 @@ def worker(case: dict):
         generate(tokens)
         seconds[tokens].append(time.perf_counter() - start)
     first, whole = map(statistics.median, seconds.values())
-    print(json.dumps(result | {"first": first, "rate": B * (n - 1) / (whole - first)}))
+    print(json.dumps(result | {"first": 1000 * first, "rate": B * (n - 1) / (whole - first)}))
 
 
-def compare(title: str, repetitions: int, cases: dict[str, dict], **common):
+def draw(title: str, repetitions: int, cases: dict[str, dict], **common):
     """A table of cases, each against the first."""
     cases = {name: {"who": "gptling"} | common | case for name, case in cases.items()}
-    results = in_turns(__file__, cases, repetitions)
-    rows, base = [], results.get(next(iter(cases)), [])
-    for name, found in results.items():
-        rate = [a["rate"] for a in found]
-        ratio = [a / b["rate"] for a, b in zip(rate, base, strict=False)]
-        first, ready = [1000 * a["first"] for a in found], [a["ready"] for a in found]
-        cells = [spread(rate), spread(ratio, 2) if ratio else "", spread(first), spread(ready, 1)]
-        rows.append([name, *cells])
-    header = ["", "tokens/s", "against the first", "ms to the first token", "ready after, s"]
-    table(f"{title}; {repetitions} repetitions (median, low, high)", header, rows)
+    columns = {"tokens/s": ("rate", 0), "against the first": ("rate", 2)}
+    columns |= {"ms to the first token": ("first", 0), "ready after, s": ("ready", 1)}
+    compare(__file__, title, cases, repetitions, columns)
 
 
 def prompt(repetitions: int):
@@ -142,20 +128,20 @@ def prompt(repetitions: int):
             cases["llama.cpp"] = {"who": "llama_cpp"}
             cases["llama.cpp, q8_0"] = {"who": "llama_cpp", "type": "q8_0"}
         title, sizes = f"124 M, {dtype}, one prompt of {length}, 64 tokens", {"prompt": length}
-        compare(title, repetitions, cases, size="124 M", tokens=64, dtype=dtype, **sizes)
+        draw(title, repetitions, cases, size="124 M", tokens=64, dtype=dtype, **sizes)
 
 
 def small(repetitions: int):
     cases = {"transformers": {"who": "transformers"}, "gptling": {}}
     title, sizes = "0.8 M, float32, 63 tokens", {"prompt": 1, "tokens": 63}
-    compare(title, repetitions, cases, size="0.8 M", dtype="float32", **sizes)
+    draw(title, repetitions, cases, size="0.8 M", dtype="float32", **sizes)
 
 
 def batch(repetitions: int):
     cases = {"1 prompt": {"batch": 1}, "16 prompts": {}}
     cases["transformers, 16 prompts"] = {"who": "transformers"}
     title, sizes = f"124 M, {dtypes()[-1]}, prompts of 8", {"prompt": 8, "tokens": 64, "batch": 16}
-    compare(title, repetitions, cases, size="124 M", dtype=dtypes()[-1], **sizes)
+    draw(title, repetitions, cases, size="124 M", dtype=dtypes()[-1], **sizes)
 
 
 if __name__ == "__main__":

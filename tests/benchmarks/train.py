@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import ROOT, dtypes, in_turns, main, peak_megabytes, spread, table
+from report import ROOT, compare, dtypes, gpt2_of_transformers, main, peak_megabytes, spread, table
 
 SIZES = {  # GPTConfig's fields, and the sequences of a step
     "0.8 M": (dict(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False), 24),
@@ -74,12 +74,7 @@ def worker(case: dict):
     config = GPTConfig(**fields)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if case["who"] == "transformers":
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        sizes = {name: getattr(config, name) for name in "vocab_size n_layer n_head n_embd".split()}
-        sizes |= {"n_positions": config.block_size, "resid_pdrop": 0, "embd_pdrop": 0}
-        peer_config = GPT2Config(**sizes, attn_pdrop=0)
-        model = GPT2LMHeadModel(peer_config).to(device).train()
+        model = gpt2_of_transformers(config).to(device).train()
         optimizers = [torch.optim.AdamW(model.parameters(), fused=True)]
     else:
         model = GPT(config).train().to(device)
@@ -130,18 +125,11 @@ def speed(repetitions: int):
         cases[f"gptling, Muon, {fastest}"] = ours | dict(optimizer="muon")
         if size == "124 M":
             cases[f"gptling, {fastest}, --recompute"] = ours | dict(recompute=True)
-        results = in_turns(__file__, cases, repetitions)
-        base = [found["ms"] for found in results["gptling, float32"]]
-        rows = []
-        for name, found in results.items():
-            ratio = [a / b["ms"] for a, b in zip(base, found, strict=True)]
-            ms, tokens, mb = (spread([b[key] for b in found]) for key in ("ms", "tokens", "mb"))
-            rows.append([name, ms, tokens, spread(ratio, 2), mb])
-        header = ["ms a step", "tokens/s", "against gptling, float32", "peak MB"]
+        columns = {"ms a step": ("ms", 0), "tokens/s": ("tokens", 0)}
+        columns |= {"against gptling, float32": ("tokens", 2), "peak MB": ("mb", 0)}
         fields, batch_size = SIZES[size]
-        T = fields.get("block_size", 1024)
-        title = f"{size} parameters, {batch_size} x {T} tokens a step; {repetitions} repetitions"
-        table(f"{title} (median, low, high)", ["", *header], rows)
+        title = f"{size} parameters, {batch_size} x {fields.get('block_size', 1024)} tokens a step"
+        compare(__file__, title, cases, repetitions, columns)
 
 
 if __name__ == "__main__":
