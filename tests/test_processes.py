@@ -15,20 +15,20 @@ import torch
 from gptling.processes import Processes
 from gptling.run import list_checkpoints, load_training_state
 from tests.conftest import read_log, weights
-from tests.edits import INIT, copy_edited
+from tests.edits import INIT, LOGITS, LOSS, copy_edited
 from tests.scripts import MINE, ROOT, output_of, peak_memory, run_in_child, start
+from tests.test_resume import assert_equal_runs
+from tests.test_train import MASKED, MASKING, UNEVENLY
 
 FLAGS = [*MINE, "--optimizer=adamw", "--grad_clip=1", "--log_interval=1"]
+PROJECT = ["model.py", "train.py", "prepare.py", "gptling"]
 TORCHRUN = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
 # train.py, which environment variables change. FLOAT64: only the orders of sums differ then.
-# MASKED: a third of the targets does not count, and all of some sequences.
-# CHANGED: one block for all layers, capped logits, a term beside the loss, and a moving average.
 # DIES: RANK STEP SIGNAL, which a process sends itself in its first life.
 SCRIPT = """
 import os, signal, sys
-sys.path.insert(0, {root!r})
+sys.path.append({root!r})
 import torch, train
-from gptling.dataset import Dataset
 
 def in_float64(*arguments, load=train.load_teachers):
     torch.set_default_dtype(torch.float32)  # that of checkpoints
@@ -40,34 +40,6 @@ if "FLOAT64" in os.environ:
     torch.set_default_dtype(torch.float64)
     train.load_teachers = in_float64
 
-class Changed(train.GPT):
-    def __init__(self, config):
-        super().__init__(config)
-        self.h = torch.nn.ModuleList([self.h[0]] * config.n_layer)
-        self.head_2 = torch.nn.Linear(config.n_embd, config.vocab_size)
-        self.register_buffer("batches", torch.zeros(()))
-
-    def logits(self, x):
-        return 5 * torch.tanh(self.lm_head(x) / 5)
-
-    def forward(self, idx, targets=None, **options):
-        logits, loss = super().forward(idx, targets, **options)
-        if targets is None:
-            return logits, loss
-        self.batches = self.batches + self.training
-        x = self.head_2(self.wte(idx)).flatten(0, 1)
-        return logits, loss, {{"from_one_token": self.losses(x, targets.flatten()).mean()}}
-
-if "CHANGED" in os.environ:
-    train.GPT = Changed
-
-def masked(*arguments, plain=Dataset.batch):
-    masks = lambda x: (x % 3 == 0) | (x[:, :1] % 2 == 0)
-    return [(x, y.masked_fill(masks(x), -100)) for x, y in plain(*arguments)]
-
-if "MASKED" in os.environ:
-    Dataset.batch = masked
-
 rank, last, name = os.environ.get("DIES", "9 9 SIGKILL").split()
 rate = train.learning_rate
 def learning_rate(step, max_iters, config):
@@ -78,6 +50,16 @@ def learning_rate(step, max_iters, config):
 train.learning_rate = learning_rate
 train.cli.launch(train.main)
 """
+# One block for all layers, capped logits, a term beside the loss, and a buffer that changes.
+NEW = """        self.head_2 = nn.Linear(config.n_embd, config.vocab_size)
+        self.register_buffer("batches", torch.zeros(()))
+"""
+TERM = """        self.batches = self.batches + self.training
+        x = self.head_2(self.wte(idx)).flatten(0, 1)
+        term = {"from_one_token": self.losses(x, targets.flatten()).mean()}
+"""
+CHANGED = ["shared", (LOGITS, "return 5 * torch.tanh(self.lm_head(x) / 5)")]
+CHANGED += [(INIT, NEW + INIT), (LOSS, f"{TERM}{LOSS}, term")]
 
 
 @pytest.fixture
@@ -89,14 +71,10 @@ def here(here):
 
 def torchrun(script, *arguments, cwd, options=(), **environment):
     """Two processes of a script in the background, or as many as the options say."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *TORCHRUN, *options, script, *arguments],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN, *options, script]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*command, *arguments], cwd=cwd, env=environment, **streams)
 
 
 def train_in_fork(flags, here, environment):
@@ -116,24 +94,11 @@ def finish(process, code=0):
     return output
 
 
-def losses(run):
-    log, names = read_log(run), ("loss", "val_loss", "from_one_token", "teacher", "later")
-    return [[e[name] for e in log if name in e] for name in names]
-
-
 def assert_close_losses(one, other, difference):
     """The losses of two runs are the same but for this difference."""
-    for ours, others in zip(losses(one), losses(other), strict=True):
+    for name in ("loss", "val_loss", "from_one_token", "teacher", "later"):
+        ours, others = ([e[name] for e in read_log(run) if name in e] for run in (one, other))
         assert ours == pytest.approx(others, abs=difference)
-
-
-def assert_close_runs(one, other, difference=0.0, step=20, besides=()):
-    """Weights and losses of two runs are the same but for this difference, besides some buffers."""
-    a, b = weights(one, step), weights(other, step)
-    assert a.keys() == b.keys()
-    kept = a.keys() - set(besides)
-    assert max((a[name] - b[name]).abs().max() for name in kept) <= difference, other
-    assert_close_losses(one, other, difference)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -157,18 +122,19 @@ def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here, cha
     flags = [*FLAGS, "--batch_size=2", "--gradient_accumulation_steps=4"]
     runs = {"one": [], "two": [], "shards": ["--fsdp"]}
     if changed:
-        case, steps, besides = "CHANGED", 20, ["batches"]
+        steps, changes = 20, CHANGED
         runs["whole"] = ["--batch_size=8", "--gradient_accumulation_steps=1"]
         runs["shards"].append("--recompute")
     else:
-        case, steps, besides = "MASKED", 3, []
+        steps, changes = 3, [(MASKING, MASKED.format(UNEVENLY))]
         shutil.copytree(trained / "out/mine", here / "teacher")
         flags += ["--teacher=teacher", "--later_tokens=0.5", "--dropout=0.3", "--optimizer=muon"]
+    copy_edited(here, PROJECT, changes)
     (here / "output").touch()
     processes = []
     for name, more in runs.items():
         given = [*flags, f"--max_iters={steps}", *more, f"--out_dir=out/{name}"]
-        options = {"FLOAT64": "1", case: "1"}
+        options = {"FLOAT64": "1"}
         if name in ("two", "shards"):
             options |= {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
         for rank in range(int(options.get("WORLD_SIZE", 1))):
@@ -185,10 +151,13 @@ def test_two_processes_give_the_weights_of_one_also_in_shards(trained, here, cha
         other = here / "out" / name
         states = [load_training_state(run / f"checkpoint-{steps}") for run in (one, other)]
         torch.testing.assert_close(*(state["optimizers"] for state in states))
-        assert_close_runs(one, other, 1e-12, step=steps, besides=besides)
+        tensors = [weights(run, steps) for run in (one, other)]
         if changed:  # a buffer, which is the first process's
-            assert weights(other)["batches"] == batches[name]
-    assert len(losses(one)[2]) == (steps if changed else 0)
+            seen = [each.pop("batches") for each in tensors]
+            assert seen == [batches["one"], batches[name]]
+        torch.testing.assert_close(*tensors, rtol=0, atol=1e-12)
+        assert_close_losses(one, other, 1e-12)
+    assert sum("from_one_token" in entry for entry in read_log(one)) == changed * steps
     entry = read_log(here / "out/two")[0]
     tokens = entry["tokens_per_s"] * entry["ms"] / 1000  # of all processes
     assert tokens == pytest.approx(2 * 4 * 16, rel=1e-6)
@@ -200,8 +169,7 @@ def test_processes_whose_weights_part_are_an_error(here, parts):
     step = "        for optimizer in optimizers:\n            if not overflow:\n"
     noise = f"        for tensor in [{parts}]:\n            tensor += rank\n"
     balance = '        self.register_buffer("balance", torch.tensor([0, math.inf]), False)\n'
-    project = ["model.py", "train.py", "prepare.py", "gptling"]
-    copy_edited(here, project, [(step, noise + step), (INIT, balance + INIT)])
+    copy_edited(here, PROJECT, [(step, noise + step), (INIT, balance + INIT)])
     output = finish(torchrun(here / "train.py", *MINE, cwd=here), code=1 if parts else 0)
     assert ("the processes have different weights" in output) == bool(parts)
 
@@ -212,8 +180,7 @@ def test_a_run_moves_between_fsdp_one_process_and_ddp(here):
     output_of("train.py", *FLAGS, "--max_iters=30", "--out_dir=out/one", cwd=here)
     run, flags = here / "out" / "moved", ["--out_dir=out/moved", "--keep_last=9"]
     # Each part trains to its end. The next one starts from an earlier checkpoint.
-    two = [*FLAGS, *flags, "--max_iters=30", "--fsdp"]
-    finish(torchrun(ROOT / "train.py", *two, cwd=here))
+    finish(torchrun(ROOT / "train.py", *FLAGS, *flags, "--max_iters=30", "--fsdp", cwd=here))
     for name in ("checkpoint-20", "checkpoint-30"):
         shutil.rmtree(run / name)
     output_of("train.py", *flags, "--resume", "--fsdp=False", cwd=here)
@@ -234,7 +201,7 @@ def test_three_processes_that_resume_equal_three_that_did_not_stop(here, more):
     shutil.rmtree(here / "out" / "parts" / "checkpoint-20")
     resume = ["--resume", "--out_dir=out/parts"]
     assert "from step 10" in finish(torchrun(ROOT / "train.py", *resume, cwd=here, options=three))
-    assert_close_runs(here / "out/whole", here / "out/parts")
+    assert_equal_runs(here / "out/whole", here / "out/parts", 20)
 
 
 @pytest.mark.slow
@@ -270,12 +237,12 @@ def test_a_process_that_dies_ends_the_run_or_restarts_it(here):
     output = finish(restarted)
     assert output.count("from step 10") == 1 and "max_iters" not in output
     for name in ("machines", "restarted"):
-        assert_close_runs(here / "out/whole", here / f"out/{name}")
+        assert_equal_runs(here / "out/whole", here / f"out/{name}", 20)
     finish(two("dead", "1 12 SIGKILL"), code=1)
     assert list_checkpoints(here / "out/dead")[-1].name == "checkpoint-10"
     assert finish(two("stopped", "1 12 SIGTERM"), code=1).count("Stopped at step 13") == 1
     assert "from step 13" in finish(two("stopped", "9 9 SIGKILL"))
-    assert_close_runs(here / "out/whole", here / "out/stopped")
+    assert_equal_runs(here / "out/whole", here / "out/stopped", 20)
 
 
 @pytest.mark.slow
