@@ -122,13 +122,11 @@ def test_with_more_time_or_speed_the_model_is_never_smaller_and_sees_enough(data
 
 
 TIMES = [(data, minutes, {}) for data in (BOOK, BOOKS) for minutes in (0.2, 1, 5, 20, 120)]
-TIMES += [
-    (BOOKS, 20, {"eval_tokens": 0}),
-    (BOOKS, 5, EVALUATED),
-    (BOOKS, 5, {"eval_interval": 10**6, "eval_tokens": 2_000_000}),
-    (BOOKS, 5, {"n_layer": 12, "n_embd": 768, "n_head": 12, "flops": 1e13, "eval_tokens": 1024}),
-    (BOOKS, 5, {"batch_size": 64, "block_size": 512, "gradient_accumulation_steps": 3}),
-]
+LARGE = {"n_layer": 12, "n_embd": 768, "n_head": 12, "flops": 1e13, "eval_tokens": 1024}
+RARELY = {"eval_interval": 10**6, "eval_tokens": 2_000_000}
+STEP = {"batch_size": 64, "block_size": 512, "gradient_accumulation_steps": 3}
+TIMES += [(BOOKS, 5, options) for options in (EVALUATED, RARELY, LARGE, STEP)]
+TIMES += [(BOOKS, 20, {"eval_tokens": 0})]
 
 
 @pytest.mark.parametrize("data, minutes, options", TIMES)
@@ -173,22 +171,18 @@ def test_a_text_too_short_for_the_time_is_not_seen_for_ever(tokens, minutes):
     assert config.block_size == min(64, tokens // 10 - 1)
 
 
-@pytest.mark.parametrize(
-    "n_tokens, vocab_size, minutes, steps, n_embd",
-    [
-        # A larger model that is hardly slower is better although it sees too little, as on a CPU
-        # where bfloat16 pays from a width of 128 on.
-        (2_147_393, 8192, 0.8, {64: 0.088, 96: 0.115, 128: 0.098}, 128),
-        (2_147_393, 8192, 0.8, {64: 0.088, 96: 0.115, 128: 0.105}, 128),
-        (2_147_393, 8192, 0.8, {64: 0.088, 96: 0.115, 128: 0.107}, 64),
-        # A larger model's steps may be shorter than its size suggests: 1.36 times as long on two
-        # cores with AMX, where it has 1.9 times the parameters.
-        (317_865, 2048, 0.97, {128: 0.055, 192: 0.075}, 192),
-        (317_865, 2048, 0.75, {128: 0.055, 192: 0.075}, 128),
-    ],
-)
-def test_a_model_is_chosen_by_the_time_of_its_steps(n_tokens, vocab_size, minutes, steps, n_embd):
-    planner = Simulator(corpus(n_tokens, vocab_size), minutes)
+# A larger model that is hardly slower is better although it sees too little, as on a CPU where
+# bfloat16 pays from a width of 128 on.
+CHOICES = {0.098: 128, 0.105: 128, 0.107: 64}
+CHOSEN = [(0.8, {64: 0.088, 96: 0.115, 128: step}, n) for step, n in CHOICES.items()]
+# Its steps may be shorter than its size suggests: 1.36 times as long on two cores with AMX, where
+# it has 1.9 times the parameters.
+CHOSEN += [(minutes, {128: 0.055, 192: 0.075}, n) for minutes, n in ((0.97, 192), (0.75, 128))]
+
+
+@pytest.mark.parametrize("minutes, steps, n_embd", CHOSEN)
+def test_a_model_is_chosen_by_the_time_of_its_steps(minutes, steps, n_embd):
+    planner = Simulator(corpus(2_147_393, 8192) if 64 in steps else corpus(317_865, 2048), minutes)
     planner.steps = steps
     assert planner.plan().n_embd == n_embd
 
@@ -235,16 +229,13 @@ def planner(trained, monkeypatch):
     return TimedPlanner(config, Dataset("mine", 8, 1), math.inf, None, processes)
 
 
-@pytest.mark.parametrize(
-    "minutes, slow, mean, n, compiles",
-    [
-        (10, 0.01, 0.016, 21, False),
-        (10, 0.5, 0.75, 3, False),  # 3.75 seconds, a quarter of 15
-        (2, 0.3, 0.45, 3, False),  # 1.5 seconds
-        (10, 1.5, 1.5, 2, False),  # the first one allocates
-        (10, 6, 6, 2, True),  # the first one compiles
-    ],
-)
+# Minutes, seconds of a fast micro-batch, their mean, steps, whether the first one compiles: many
+# steps, a quarter of 15 seconds, 1.5 seconds, and after a first one that allocates or compiles.
+MEASURED = [(10, 0.01, 0.016, 21, False), (10, 0.5, 0.75, 3, False), (2, 0.3, 0.45, 3, False)]
+MEASURED += [(10, 1.5, 1.5, 2, False), (10, 6, 6, 2, True)]
+
+
+@pytest.mark.parametrize("minutes, slow, mean, n, compiles", MEASURED)
 def test_a_step_is_all_its_micro_batches_and_an_update(minutes, slow, mean, n, compiles, planner):
     steps = []
 
@@ -351,6 +342,7 @@ def then(times):
     return lambda share: 1 if share < 1 / 3 else times
 
 
+EVALUATIONS = [(30, [10, 20, 30]), (34, [10, 20, 34]), (35, [10, 20, 30, 35]), (4, [4]), (10, [10])]
 SPEEDS = {  # seconds are so many times as long; the steps that fit into the time, at most
     "as planned": (lambda share: 1, 530),
     "2.5 times slower after a third": (then(2.5), 310),
@@ -375,10 +367,7 @@ def test_a_planned_run_keeps_to_its_time_on_a_machine_whose_speed_changes(name, 
     assert steps == run.progress.max_iters
 
 
-@pytest.mark.parametrize(
-    "max_iters, evaluated",
-    [(30, [10, 20, 30]), (34, [10, 20, 34]), (35, [10, 20, 30, 35]), (4, [4]), (10, [10])],
-)
+@pytest.mark.parametrize("max_iters, evaluated", EVALUATIONS)
 def test_evaluations_are_an_interval_apart_and_the_last_one_is_at_the_end(max_iters, evaluated):
     """No two are closer together than half an interval. The clock expects as many."""
     run = SimulatedRun(None, max_iters=max_iters, eval_interval=10, eval_tokens=0)
@@ -418,7 +407,6 @@ def test_a_run_ends_when_its_text_is_used_up_or_after_the_time_that_was_left_whe
 
 
 # ------------------------------------------------------------ planned runs
-
 FLAGS = ["--dataset=mine", "--curves=False", "--device=cpu"]
 NARROW = ["--n_layer=1", "--n_embd=16"]  # which is quick to measure
 OVER = "    minutes: float = 1.0", "    minutes: float = 0.002"  # at its start: a plan has one step
