@@ -46,21 +46,17 @@ def test_defaults_then_presets_from_left_to_right_then_flags(tmp_path):
     assert parse() == (Example(), {})
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        ("--width 4", {"width": 4}),
-        ("--line-width=2 --line_width=1e-3", {"line_width": 1e-3}),  # the last one
-        ("--name=--loud", {"name": "--loud"}),
-        ("--loud=True --curves=False", {"loud": True, "curves": False}),
-        ("--loud False --curves True", {"loud": False, "curves": True}),
-        ("--loud --no-curves", {"loud": True, "curves": False}),
-        ("--mode=False --name True --width 1", {"mode": False, "name": "True", "width": 1}),
-        ("--mode True --name a=b", {"mode": True, "name": "a=b"}),
-        ("--mode auto --no_curves", {"mode": "auto", "curves": False}),
-        ("--stop=a --stop b", {"stop": ("a", "b")}),
-    ],
-)
+GIVEN = [("--width 4", {"width": 4}), ("--name=--loud", {"name": "--loud"})]
+GIVEN += [("--line-width=2 --line_width=1e-3", {"line_width": 1e-3})]  # the last one
+LOUD = ("--loud=True --curves=False", "--loud --no-curves", "--loud True --no_curves")
+GIVEN += [(flags, {"loud": True, "curves": False}) for flags in LOUD]
+GIVEN += [("--loud False --curves True", {"loud": False, "curves": True})]
+GIVEN += [("--mode=False --name True --width 1", {"mode": False, "name": "True", "width": 1})]
+GIVEN += [("--mode True --name a=b", {"mode": True, "name": "a=b"})]
+GIVEN += [("--mode auto", {"mode": "auto"}), ("--stop=a --stop b", {"stop": ("a", "b")})]
+
+
+@pytest.mark.parametrize("arguments, expected", GIVEN)
 def test_flags_have_the_types_of_their_fields(arguments, expected):
     config, given = parse(*arguments.split())
     assert given == expected and config == Example(**expected)

@@ -17,13 +17,11 @@ from tests.conftest import edit_json, snapshot
 from tests.scripts import ROOT, TEXT, TINY, run_here, run_script
 
 FILES = {
-    "a.txt": TEXT.encode(),
+    **dict.fromkeys(["a.txt", "data/notes/a.txt"], TEXT.encode()),
+    **dict.fromkeys(["data/mixed/val.npy", "empty.txt", "no_model/README.md"], b""),
     "b.txt": TEXT[::-1].encode(),
     "new.txt": f"{TEXT}a bottle on üs all{TEXT}".encode(),
-    "data/notes/a.txt": TEXT.encode(),
-    "data/mixed/val.npy": b"",
     "data/mixed/notes.md": b"of somebody",
-    "empty.txt": b"",
     "short.txt": b"one letter.",
     "latin.txt": b"caf\xe9 au lait",
     "bad.jsonl": b'{"text": "a"}\n{"txt": "b"}\n',
@@ -31,7 +29,6 @@ FILES = {
     "pictures/a.png": b"\x89PNG\0",
     "broken.toml": b"n_layer = = 3",
     "typo.toml": b"n_leyer = 3",
-    "no_model/README.md": b"",
     "hub/config.json": b"{}",
     "logged/log.jsonl": b'{"loss": 1.5}\n',
     "titled/config.toml": b"title = 1\n",
@@ -200,7 +197,6 @@ DAMAGED = [  # command, file, what becomes of it, what is said
     (SAMPLE, "config.json", {"n_head": 3}, "n_head=3"),
     (SAMPLE, "config.json", {"model_type": "llama"}, "'model_type': 'llama'"),
     (SAMPLE, "config.json", None, "checkpoint-20: no checkpoint there (a directory with a config"),
-    (SAMPLE, "tokenizer.json", None, "out/mine/checkpoint-20: no tokenizer.json"),
     (SAMPLE, "metrics.json", b'{"st', "): delete out/mine/checkpoint-20"),
     (RESUME, "config.json", b'{"n_head": 2, "n_em', "out/mine/checkpoint-20/config.json cannot be"),
     (RESUME, "tokenizer.json", b"", "out/mine/checkpoint-20/tokenizer.json: not a"),

@@ -161,10 +161,8 @@ def test_filters_equal_those_of_transformers(temperature, top_k, top_p, min_p):
     expected = generation.TemperatureLogitsWarper(temperature)(None, logits)
     if top_k:
         expected = generation.TopKLogitsWarper(top_k)(None, expected)
-    if top_p < 1:
-        expected = generation.TopPLogitsWarper(top_p)(None, expected)
-    if min_p:
-        expected = generation.MinPLogitsWarper(min_p)(None, expected)
+    expected = generation.TopPLogitsWarper(top_p)(None, expected)
+    expected = generation.MinPLogitsWarper(min_p)(None, expected)
     torch.testing.assert_close(probs, expected.softmax(dim=-1))
     torch.testing.assert_close(probs.sum(dim=-1), torch.ones(7))
 
