@@ -118,11 +118,19 @@ def test_a_word_has_its_marks_and_is_a_token(word):
     assert len(build_tokenizer("bpe", [f"a {word}, " * 99]).encode(f" {word}")) == 1
 
 
-def test_the_size_of_a_bpe_includes_bytes_and_end_of_text():
+def test_each_kind_has_its_tokens_and_end_of_text():
+    """A bpe the bytes too, char the characters in Unicode order, and byte UTF-8: special text is
+    plain text."""
     assert (BPE.n_vocab, BPE.eot_token, BPE.name) == (1000, 999, "bpe")
     assert build_tokenizer("bpe", TEXTS, end_of_text=False).n_vocab == 4096
     assert build_tokenizer("bpe", ["abab abab"], 257).n_vocab == 257
     assert build_tokenizer("bpe", ["abab abab"]).n_vocab == 260  # ab, abab, " abab"
+    char = build_tokenizer("char", ["🙂b", "aé\U0010ffff"])
+    assert char.decode(range(5)) == "abé🙂\U0010ffff" and char.eot_token == 5
+    assert kinds.bytes_per_token(char).tolist() == [1, 1, 2, 4, 4, 0]
+    assert build_tokenizer("char", ["ba"], end_of_text=False).n_vocab == 2
+    ids = encode(TOKENIZERS["byte"], SAMPLES + END_OF_TEXT)
+    assert ids.tolist() == list((SAMPLES + END_OF_TEXT).encode()) and ids.dtype == np.uint32
 
 
 def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
@@ -142,39 +150,15 @@ def test_a_bpe_is_trained_on_a_bounded_sample_of_all_the_text(monkeypatch):
     assert len(kinds.draw_sample(spaceless)[0]) == 2
 
 
-@pytest.mark.parametrize(
-    "n_bytes, characters, size",
-    [
-        (50_000, "ab", 512),
-        (499_999, "ab", 512),
-        (10**6, "ab", 2048),
-        (10**9, "ab", 16_384),
-        (10**12, "ab", 32_768),
-        (60_000, "".join(map(chr, range(0x4E00, 0x4E00 + 1000))), 2048),
-    ],
-)
-def test_the_text_decides_what_its_tokens_are(n_bytes, characters, size):
-    assert kinds.choose_size([characters], n_bytes) == size
-
-
-def test_auto_takes_a_given_size_and_fewer_tokens_for_a_repetitive_text():
+def test_auto_takes_a_given_size_or_one_that_suits_the_text():
+    """More tokens for more text or characters, and fewer for a repetitive text."""
+    sizes = {50_000: 512, 499_999: 512, 10**6: 2048, 10**9: 16_384, 10**12: 32_768}
+    assert {n_bytes: kinds.choose_size(["ab"], n_bytes) for n_bytes in sizes} == sizes
+    assert kinds.choose_size(["".join(map(chr, range(0x4E00, 0x4E00 + 1000)))], 60_000) == 2048
     assert build_tokenizer("auto", TEXTS, 300).n_vocab == 300
     tokenizer = build_tokenizer("auto", ["12 green bottles\n" * 5000])
     assert tokenizer.name == "bpe" and 257 < tokenizer.n_vocab < 300
     assert len(encode(tokenizer, "12 green bottles\n")) == 4  # 12, " green", ...
-
-
-def test_char_has_the_characters_of_the_texts_in_unicode_order():
-    tokenizer = build_tokenizer("char", ["🙂b", "aé\U0010ffff"])
-    assert tokenizer.decode(range(5)) == "abé🙂\U0010ffff" and tokenizer.eot_token == 5
-    assert kinds.bytes_per_token(tokenizer).tolist() == [1, 1, 2, 4, 4, 0]
-    assert build_tokenizer("char", ["ba"], end_of_text=False).n_vocab == 2
-
-
-def test_byte_is_utf8_and_special_text_is_plain_text():
-    tokenizer = build_tokenizer("byte")
-    ids = encode(tokenizer, SAMPLES + END_OF_TEXT)
-    assert ids.tolist() == list((SAMPLES + END_OF_TEXT).encode()) and ids.dtype == np.uint32
 
 
 def test_a_character_without_a_token_is_an_exception_in_python(tmp_path):
@@ -200,14 +184,11 @@ def test_an_empty_prompt_starts_from_end_of_text_or_a_newline():
 
 
 # ---------------------------------------------------------------- strangers' files
-
-
 STRANGER = tokenizer_to_json(encoding(kinds.GPT2_PATTERN, TOKENS, [END_OF_TEXT, "<pad>"]))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 SPLIT |= {"pattern": {"Regex": kinds.GPT2_PATTERN}}
 PAD = {"SpecialToken": {"id": "<pad>", "type_id": 0}}
-
 TRUNCATION = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
 PADDING = {"strategy": {"Fixed": 4096}, "direction": "Left", "pad_to_multiple_of": None}
 PADDING |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "<pad>"}
