@@ -79,9 +79,6 @@ def test_we_read_a_directory_of_transformers(tmp_path, dtype, base_only):
     if base_only:
         edit_json(tmp_path / "config.json", model_type=None)  # old ones have none
     assert_close(load_model(GPT, tmp_path), other.float())
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
-    with pytest.raises(UserError, match=r"model\.safetensors"):
-        load_model(GPT, tmp_path)
 
 
 def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
@@ -132,38 +129,26 @@ def test_a_gpt2_of_the_hub_alone_is_downloaded_or_where_you_put_it(tmp_path, mon
             find_checkpoint(name)
 
 
-@pytest.mark.parametrize(
-    "losses, chosen",
-    [
-        ({10: 1.5, 20: 2.0}, 10),
-        ({10: 2.0, 20: 1.5, 25: None}, 25),
-        ({10: 1.5, 15: None, 20: 2.0}, 10),
-        ({9: 1.5, 10: 1.5}, 10),
-    ],
-)
-def test_a_run_means_its_best_or_where_it_was_stopped(losses, chosen, tmp_path, monkeypatch):
+def test_a_run_means_its_best_or_where_it_was_stopped(tmp_path, monkeypatch):
+    """And none the newest run."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="no run under out/"):
-        find_checkpoint("")
-    for step, loss in losses.items():
-        checkpoint = tmp_path / f"out/a/checkpoint-{step}"
-        checkpoint.mkdir(parents=True)
-        metrics = {} if loss is None else {"val_loss": loss}
-        (checkpoint / "metrics.json").write_text(json.dumps(metrics))
-        for name in ("config.json", "tokenizer.json", "model.safetensors"):
-            (checkpoint / name).write_text("{}")
-    shutil.copytree("out/a", "out/b")
-    assert find_checkpoint("out/a").as_posix() == f"out/a/checkpoint-{chosen}"
-    for newest in ("a", "b"):
-        os.utime(f"out/{newest}", (2e9 + ord(newest),) * 2)
-        assert find_checkpoint("").parent.name == newest
-    with pytest.raises(UserError, match="other: no checkpoint there"):
-        find_checkpoint("other")
+    runs = {"a": {10: 1.5, 20: 2.0}, "b": {10: 2.0, 20: 1.5, 25: None}}
+    runs |= {"c": {10: 1.5, 15: None, 20: 2.0}, "d": {9: 1.5, 10: 1.5}}
+    for run, losses in runs.items():
+        for step, loss in losses.items():
+            checkpoint = tmp_path / f"out/{run}/checkpoint-{step}"
+            checkpoint.mkdir(parents=True)
+            metrics = {} if loss is None else {"val_loss": loss}
+            (checkpoint / "metrics.json").write_text(json.dumps(metrics))
+            for name in ("config.json", "tokenizer.json", "model.safetensors"):
+                (checkpoint / name).write_text("{}")
+    for run, chosen in {"a": 10, "b": 25, "c": 10, "d": 10}.items():
+        assert find_checkpoint(f"out/{run}").as_posix() == f"out/{run}/checkpoint-{chosen}"
+        os.utime(f"out/{run}", (2e9 + ord(run),) * 2)
+        assert find_checkpoint("").parent.name == run
 
 
 # ---------------------------------------------------------------------------- what does not fit
-
-
 MISFITS = [  # changes of config.json or of a tensor, and what is said
     ({"activation_function": "relu"}, "activation_function"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -218,10 +203,6 @@ CHANGED = [Capped, LooserCap, Hiding, Windowed]
 def test_a_model_with_the_tensors_of_a_gpt2_is_taken_for_what_it_computes(changed, tmp_path):
     model = random_model(model_class=changed, block_size=300)
     assert save(model, tmp_path) == "a GPT-2 with these weights has other logits"
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == "gptling" and "GPT2LMHeadModel" not in config["architectures"]
-    with pytest.raises(ValueError, match="gptling"):
-        Auto.from_pretrained(tmp_path)
     assert torch.equal(load(changed, tmp_path)(IDX)[0], model(IDX)[0])
     for other in {GPT, *CHANGED} - {changed}:
         with pytest.raises(ValueError):
