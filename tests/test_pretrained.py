@@ -95,8 +95,6 @@ def test_biases_that_were_trained_elsewhere_are_not_lost(tmp_path):
 def test_masks_a_tied_head_and_biases_of_zeros_may_be_left_over(tmp_path, capsys):
     model = random_model(bias=False)
     save(model, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert sum(name.endswith(".bias") and not t.any() for name, t in tensors.items()) == 13
     masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.1.attn.masked_bias": torch.ones(())}
     for matrices in ({}, {"wte.weight": None}):  # some programs store the output layer's alone
         edit(tmp_path, masks | {"lm_head.weight": model.wte.weight.clone()} | matrices)
@@ -109,7 +107,6 @@ def test_a_model_is_loaded_in_eval_mode_and_draws_only_tokens_of_its_tokenizer(t
     save(random_model(), tmp_path, tokenizer_to_json(tokenizer))
     model = load_model(GPT, tmp_path)
     assert not model.training and model.valid_tokens.tolist() == [True] * 8 + [False] * 20
-    assert torch.equal(model.h[1].attn.causal_mask, torch.ones(16, 16).tril().bool())
 
 
 # ---------------------------------------------------------------------------- names

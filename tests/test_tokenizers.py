@@ -215,20 +215,32 @@ def changed(key, value):
     return json.dumps(stored)
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("model", lambda model: {key: model[key] for key in ("vocab", "merges")}),  # GPT-2's
-        ("model", lambda model: model | {"merges": [" ".join(pair) for pair in model["merges"]]}),
-        ("added_tokens", lambda tokens: [token | {"normalized": True} for token in tokens]),
-        ("post_processor", BYTE_LEVEL | {"add_prefix_space": True}),  # GPT-2's: of offsets
-        ("post_processor", template()),  # transformers writes it
-        ("truncation", TRUNCATION),  # of a fine-tuning
-        ("padding", PADDING),
-        ("pre_tokenizer", BYTE_LEVEL),
-        ("pre_tokenizer", sequence(SPLIT | {"behavior": "Removed", "invert": True})),
-    ],
-)
+READ = [  # what stands in a stranger's file, and is read
+    ("model", lambda model: {key: model[key] for key in ("vocab", "merges")}),  # GPT-2's
+    ("model", lambda model: model | {"merges": [" ".join(pair) for pair in model["merges"]]}),
+    ("added_tokens", lambda tokens: [token | {"normalized": True} for token in tokens]),
+    ("post_processor", BYTE_LEVEL | {"add_prefix_space": True}),  # GPT-2's: of offsets
+    ("post_processor", template()),  # transformers writes it
+    ("truncation", TRUNCATION),  # of a fine-tuning
+    ("padding", PADDING),
+    ("pre_tokenizer", BYTE_LEVEL),
+    ("pre_tokenizer", sequence(SPLIT | {"behavior": "Removed", "invert": True})),
+]
+REFUSED = [  # what stands in a stranger's file, and is refused
+    ("normalizer", {"type": "NFC"}),
+    ("post_processor", template(PAD)),
+    ("pre_tokenizer", None),
+    ("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": True}),
+    ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": r"\d"}})),
+    ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": BPE._pat_str}}, use_regex=True)),
+    ("model", lambda model: model | {"dropout": 0.5}),
+    ("model", lambda model: model | {"merges": model["merges"][::-1]}),
+    ("model", lambda model: model | {"vocab": {"a": 0}}),
+    ("added_tokens", lambda tokens: [plain(tokens[0], i) for i in range(2000, 2500)]),
+]
+
+
+@pytest.mark.parametrize("key, value", READ)
 def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path, key, value):
     tokenizer = load_tokenizer(store(tmp_path, changed(key, value)))
     assert (tokenizer.n_vocab, tokenizer._special_tokens) == (1001, {END_OF_TEXT: 0, "<pad>": 1})
@@ -239,21 +251,7 @@ def test_a_strangers_bpe_is_read_as_hugging_face_reads_it(tmp_path, key, value):
         assert tokenizer.encode_ordinary(text) == other.encode(text).ids
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("normalizer", {"type": "NFC"}),
-        ("post_processor", template(PAD)),
-        ("pre_tokenizer", None),
-        ("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": True}),
-        ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": r"\d"}})),
-        ("pre_tokenizer", sequence(SPLIT | {"pattern": {"Regex": BPE._pat_str}}, use_regex=True)),
-        ("model", lambda model: model | {"dropout": 0.5}),
-        ("model", lambda model: model | {"merges": model["merges"][::-1]}),
-        ("model", lambda model: model | {"vocab": {"a": 0}}),
-        ("added_tokens", lambda tokens: [plain(tokens[0], i) for i in range(2000, 2500)]),
-    ],
-)
+@pytest.mark.parametrize("key, value", REFUSED)
 def test_what_tiktoken_does_not_do_is_refused(tmp_path, key, value):
     with pytest.raises(UserError, match=r"tokenizer\.json: .*tiktoken") as raised:
         load_tokenizer(store(tmp_path, changed(key, value)))
