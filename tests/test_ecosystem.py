@@ -91,8 +91,7 @@ def checkpoint(request, place):
     if name == "gpt2":
         learn(request.getfixturevalue("gpt2_encoding"), path)
     elif name != "mine":
-        tokenizer = build_tokenizer(name, [TEXT], 300 if name == "bpe" else 0)
-        learn(tokenizer, path)
+        learn(build_tokenizer(name, [TEXT], 300 if name == "bpe" else 0), path)
     return path
 
 
@@ -128,18 +127,19 @@ def test_transformers_goes_on_as_we_do(checkpoint):
 
 
 @pytest.mark.slow
-def test_ctranslate2_goes_on_as_we_do(checkpoint, portable, tmp_path):
-    needs("ctranslate2")
+def test_ctranslate2_and_its_recipe_go_on_as_we_do(checkpoint, portable, tmp_path):
     import ctranslate2
     from ctranslate2.converters import TransformersConverter
 
+    directory, printed = portable
     direct = checkpoint.parent.name != "mine"  # which lacks end-of-text and is padded
-    TransformersConverter(str(checkpoint if direct else portable[0])).convert(str(tmp_path / "ct2"))
+    TransformersConverter(str(checkpoint if direct else directory)).convert(str(tmp_path / "ct2"))
     new = greedy(checkpoint)[1]
     generator = ctranslate2.Generator(str(tmp_path / "ct2"), intra_threads=1)
     prompt = transformers.AutoTokenizer.from_pretrained(checkpoint).tokenize(PROMPT)
     result = generator.generate_batch([prompt], max_length=N, include_prompt_in_result=False)
     assert result[0].sequences_ids[0] == new
+    assert greedy(directory)[2].startswith(PROMPT + printed[:-1]) and len(printed) == 21
 
 
 @pytest.mark.slow
@@ -150,12 +150,6 @@ def test_mlx_lm_goes_on_as_we_do(checkpoint):
     model, tokenizer = mlx_lm.load(str(checkpoint))
     parts = mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=N)
     assert [part.token for part in parts] == greedy(checkpoint)[1]
-
-
-@pytest.mark.slow
-def test_the_recipe_for_ctranslate2_prints_our_text(portable):
-    directory, printed = portable
-    assert greedy(directory)[2].startswith(PROMPT + printed[:-1]) and len(printed) == 21
 
 
 @pytest.mark.slow

@@ -186,8 +186,7 @@ def test_a_page_shows_float32_and_only_the_ids_of_the_tokenizer(tmp_path):
     data, ids = read_data(tmp_path / "page.html"), list("é".encode())
     assert data["tokens"][:2] == ["\\xc3", "\\xa9"] and len(data["tokens"]) == 8
     torch.testing.assert_close(read_weights(data)[..., :2, :2], attention_of(model, ids), **CLOSE)
-    with torch.no_grad():
-        probs = model(torch.tensor([ids]))[0][0, 0, :256].softmax(dim=-1)
+    probs = model(torch.tensor([ids]))[0][0, 0, :256].softmax(dim=-1)
     assert data["places"][0][0] == pytest.approx(probs[ids[1]].item(), abs=1e-6)
 
 

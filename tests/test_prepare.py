@@ -147,8 +147,7 @@ def test_a_bad_record_is_counted_with_its_line_and_the_others_are_read(here, cap
     raw = b"\r\n".join([good[0], b" ", record, *good[1:], record])
     Path("a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw)
     data = prepare(PrepareConfig(("a.jsonl",), tokenizer="byte"))
-    texts = (text_of(data, "train") + text_of(data, "val")).split(END_OF_TEXT)
-    assert sorted(texts) == sorted([*DOCUMENTS, ""])
+    assert sorted(text_of(data).split(END_OF_TEXT)) == sorted([*DOCUMENTS, ""])
     said = capsys.readouterr().out
     assert "repeated" not in said and "  files not read completely: 1\n" in said
     line = "    a.jsonl: 2 of 63 lines, the first is line 3: "
@@ -189,14 +188,13 @@ def test_a_text_that_is_not_utf8_is_read_in_the_encoding_that_you_give(here, enc
 def test_what_is_utf8_by_chance_or_but_for_a_byte(here, capsys):
     """UTF-16 without its mark, records in your encoding, and a character in a thousand or fewer."""
     text = "привет, мир " * 100
-    Path("a.txt").write_bytes(text.encode("utf-16-le"))
-    assert text_of(prepare(PrepareConfig(("a.txt",), encoding="utf-16-le"))) == text
+    assert text_of(prepare_text(text.encode("utf-16-le"), encoding="utf-16-le")) == text
     record = json.dumps({"text": "café \5" * 99}, ensure_ascii=False)
     Path("b.jsonl").write_bytes(record.encode("cp1252"))
     assert text_of(prepare(PrepareConfig(("b.jsonl",), encoding="cp1252"))) == "café \5" * 99
-    Path("c.txt").write_bytes(b"\xff" + text.encode())
-    assert text_of(prepare(PrepareConfig(("c.txt",))), "train").startswith("\ufffdпривет, мир")
-    assert "c.txt: 1 of its characters became \ufffd: not UTF-8" in capsys.readouterr().out
+    data = prepare_text(b"\xff" + text.encode(), name="c")
+    assert text_of(data, "train").startswith("\ufffdпривет, мир")
+    assert "a.txt: 1 of its characters became \ufffd: not UTF-8" in capsys.readouterr().out
 
 
 def test_a_part_that_cannot_be_read_costs_its_part(here, monkeypatch, capsys):
@@ -311,8 +309,8 @@ def test_a_stream_is_read_once(here, monkeypatch):
     stream(monkeypatch, "body", [*DOCUMENTS, "half \ud83d\r\nof \ud83d\ude42", None, ""])
     data = prepare(PrepareConfig(("hf:user/rows",), field="body", tokenizer="byte"))
     assert not list((here / "data").glob(".*"))
-    texts = text_of(data).split(END_OF_TEXT)
-    assert sorted(texts) == sorted([*DOCUMENTS, "half \ufffd\nof 🙂", ""])
+    documents = [*DOCUMENTS, "half \ufffd\nof 🙂", ""]
+    assert sorted(text_of(data).split(END_OF_TEXT)) == sorted(documents)
 
 
 def test_a_stream_that_cannot_be_used_is_one_line_and_leaves_nothing(here, monkeypatch):
