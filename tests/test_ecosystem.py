@@ -134,11 +134,10 @@ def test_ctranslate2_and_its_recipe_go_on_as_we_do(checkpoint, portable, tmp_pat
     directory, printed = portable
     direct = checkpoint.parent.name != "mine"  # which lacks end-of-text and is padded
     TransformersConverter(str(checkpoint if direct else directory)).convert(str(tmp_path / "ct2"))
-    new = greedy(checkpoint)[1]
     generator = ctranslate2.Generator(str(tmp_path / "ct2"), intra_threads=1)
     prompt = transformers.AutoTokenizer.from_pretrained(checkpoint).tokenize(PROMPT)
     result = generator.generate_batch([prompt], max_length=N, include_prompt_in_result=False)
-    assert result[0].sequences_ids[0] == new
+    assert result[0].sequences_ids[0] == greedy(checkpoint)[1]
     assert greedy(directory)[2].startswith(PROMPT + printed[:-1]) and len(printed) == 21
 
 

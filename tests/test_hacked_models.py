@@ -406,7 +406,8 @@ LOOP = "        batch = data.batch(config, step, processes)"
 
 def test_a_setting_that_the_schedule_changed_is_restored(run, tmp_path):
     """A flag that is given wins."""
-    decayed = LOOP, f'        optimizers[0].param_groups[0]["weight_decay"] *= 0.5\n{LOOP}'
+    groups = "        for group in [g for each in optimizers for g in each.param_groups]:\n"
+    decayed = LOOP, f'{groups}            group["weight_decay"] *= 0.5\n{LOOP}'
     _, runs = resumed_and_not(run, (decayed,), tmp_path, "--weight_decay=0.8")
     shutil.rmtree(runs[1])
     said = run((decayed,), "train", "--out_dir=out/again", "--resume", "--weight_decay=100")

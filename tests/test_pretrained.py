@@ -127,7 +127,7 @@ def test_a_gpt2_of_the_hub_alone_is_downloaded_or_where_you_put_it(tmp_path, mon
 
 
 def test_a_run_means_its_best_or_where_it_was_stopped(tmp_path, monkeypatch):
-    """And none the newest run."""
+    """Without a name it is the newest run."""
     monkeypatch.chdir(tmp_path)
     runs = {"a": {10: 1.5, 20: 2.0}, "b": {10: 2.0, 20: 1.5, 25: None}}
     runs |= {"c": {10: 1.5, 15: None, 20: 2.0}, "d": {9: 1.5, 10: 1.5}}
@@ -190,8 +190,7 @@ class Windowed(GPT):
             block.attn.causal_mask &= ~torch.ones_like(block.attn.causal_mask).tril(-255)
 
 
-# No name or shape tells the first from the second.
-CHANGED = [capped(2.0), capped(2.001), Hiding, Windowed]
+CHANGED = [capped(2.0), capped(2.001), Hiding, Windowed]  # no name or shape tells two apart
 
 
 @pytest.mark.parametrize("changed", CHANGED)
