@@ -21,7 +21,7 @@ from gptling import compare
 from gptling.cli import launch
 from gptling.compare import T_QUANTILES, judge, step_time
 from tests.conftest import read_log
-from tests.edits import copy_edited
+from tests.edits import LOSS, copy_edited
 from tests.scripts import ROOT, TINY, output_of
 
 SOURCES = ["model.py", "train.py", "sample.py", "prepare.py", "config", "gptling", ".gitignore"]
@@ -308,8 +308,11 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_lines(r
     assert "patch failed: model.py" in run_compare(str(patch), "--", *FLAGS)[0]
     with pytest.raises(compare.ProgramFailed, match="ValueError: mine"):
         compare.execute(sys.executable, "-c", "raise ValueError('mine')")
-    plain = '        return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")'
-    edit("model.py", plain, f"{plain} * 0.5")  # half as high for the same probabilities
+
+
+def test_there_is_no_answer_if_a_side_has_another_loss(run_compare):
+    """It is half as high for the same probabilities."""
+    edit("model.py", LOSS, f"{LOSS} * 0.5")
     code, printed, _ = run_compare("--seeds=1", "--", *FLAGS)
     answer = "no answer: the loss of working-tree is not the cross-entropy of its logits"
     assert code == 0 and printed.out.count(answer) == 2 and "better" not in printed.out

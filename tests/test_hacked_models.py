@@ -332,8 +332,7 @@ RESUME = ["--out_dir=out/mine", "--resume"]
 
 
 def resumed_and_not(run, changes, tmp_path, *flags):
-    """The outputs and last checkpoints of a run, and of one that is resumed after step 4, which has
-    the same bytes."""
+    """The outputs and last checkpoints of a run, and of one resumed after step 4: equal bytes."""
     said = run(changes, "train", *TRAIN, *flags)
     out = tmp_path / "out"
     shutil.copytree(out / "mine/checkpoint-4", out / "again/checkpoint-4")
