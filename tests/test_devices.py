@@ -34,10 +34,14 @@ def test_a_device_is_refused_if_missing_and_auto_is_one_that_has_been_run(
 @pytest.mark.parametrize("native, fp16, amx", [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1)])
 def test_dtype_is_as_asked_and_auto_is_what_pays_on_the_machine(native, fp16, amx, monkeypatch):
     """Training without the AMX of a processor that multiplies float16 too is in float32."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_fp16": fp16}, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx))
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(native))
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: native)
+    machine = {
+        "cpu.get_capabilities": lambda: {"avx512_fp16": fp16},
+        "cpu._is_amx_tile_supported": lambda: bool(amx),
+        "cpu._is_avx512_bf16_supported": lambda: bool(native),
+        "cuda.is_bf16_supported": lambda including_emulation: native,
+    }
+    for name, answer in machine.items():
+        monkeypatch.setattr(f"torch.{name}", answer, raising=False)
     assert devices.pick_dtype("float16", "cpu", wide=True) == "float16"
     assert devices.pick_dtype("auto", "cpu", wide=False) == "float32"
     assert devices.pick_dtype("auto", "mps", wide=True) == "float32"
