@@ -46,6 +46,10 @@ class Clock:
         the median."""
         return statistics.median(self.means[-5:] or self.newest or [0.0])
 
+    def evaluations_left(self, step: int, max_iters: int) -> int:
+        """Return how often a run of max_iters steps evaluates from step `step` on."""
+        return max(1, evaluations(max_iters, self.config) - step // self.config.eval_interval)
+
     def seconds_left(self, step: int, max_iters: int) -> float:
         """Return the seconds from step `step` to the end of a run of max_iters steps, 0 while no
         step is measured."""
@@ -53,9 +57,8 @@ class Clock:
         if not step_time:
             return 0.0
         expected = evaluation_time(self.config, step_time, self.data.val_targets) + self.saving
-        n_evaluations = evaluations(max_iters, self.config) - step // self.config.eval_interval
         seconds = (max_iters - step) * step_time
-        seconds += max(1, n_evaluations) * (self.evaluation or expected)
+        seconds += self.evaluations_left(step, max_iters) * (self.evaluation or expected)
         if self.config.eval_tokens == -1:  # the last evaluation covers the whole split
             seconds += evaluation_time(self.config, step_time, len(self.data.val) - 1)
         return seconds
@@ -76,30 +79,35 @@ class Clock:
         return True
 
     def fitting_steps(self, step: int) -> int:
-        """Note that step `step` begins. Return max_iters, or the number of steps that fit if a new
-        measurement says that the run would miss its end by more than 1 % of all its time and 10 %
-        of the rest. Before the first of several evaluations, whose time is not known yet, the
-        number does not grow. The first process's clock decides."""
+        """Note that step `step` begins. Return the number of steps that fit into the time budget,
+        by the first process's clock. Without a budget, or news of a time, it is max_iters."""
         now = self.progress.seconds
         elapsed = now - self.last_look
         self.last_look = now
         is_warm = step > self.first_step + 1  # the first step allocates, and compiles
         has_news = is_warm and self.note(step, elapsed)
-        fitting = max_iters = self.progress.max_iters
-        budget = 60 * self.config.minutes  # seconds
-        if not budget:
-            return max_iters
-        left = budget - now - SAVING
-        too_late = self.seconds_left(step, max_iters) - left
-        is_near = abs(too_late) <= max(0.01 * budget, 0.1 * left)
-        n_evaluations = evaluations(max_iters, self.config) - step // self.config.eval_interval
-        grows_later = not self.evaluation and n_evaluations > 1
-        if has_news and not is_near and (too_late > 0 or not grows_later):
-            possible = range(step + 1, max(self.progress.most, max_iters) + 1)
-            fit = bisect.bisect(possible, left, key=lambda n: self.seconds_left(step, n))
-            fitting = step + max(1, fit)
+        fitting = self.progress.max_iters
+        if not self.config.minutes:
+            return fitting
+        if has_news:
+            fitting = self.steps_within(60 * self.config.minutes - now, step)
         # The other processes have 0, so that the first one's is the largest.
         return self.processes.all_reduce_max(fitting * self.processes.is_main)
+
+    def steps_within(self, seconds: float, step: int) -> int:
+        """Return max_iters, or another number if the run, now at step `step`, would miss its end by
+        more than 1 % of all its time and 10 % of these seconds. Before the first of several
+        evaluations, whose time is not known yet, the number does not grow."""
+        max_iters = self.progress.max_iters
+        too_late = self.seconds_left(step, max_iters) + SAVING - seconds
+        is_first = not self.evaluation and self.evaluations_left(step, max_iters) > 1
+        if too_late < 0 and is_first:
+            return max_iters
+        if abs(too_late) <= max(0.01 * 60 * self.config.minutes, 0.1 * seconds):
+            return max_iters
+        possible = range(step + 1, max(self.progress.most, max_iters) + 1)
+        fit = bisect.bisect(possible, seconds - SAVING, key=lambda n: self.seconds_left(step, n))
+        return step + max(1, fit)
 
 
 def next_model(config, progress, processes):

@@ -34,8 +34,9 @@ def pick_dtype(dtype: str, device: str, wide: bool, training: bool = False) -> s
     if device == "cuda":
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.10 has none
-    slow = training and capabilities.get("avx512_fp16") and not torch.cpu._is_amx_tile_supported()
+    slow = training and capabilities.get("avx512_fp16")
     native = torch.cpu._is_avx512_bf16_supported() and not slow
+    native = native or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if device == "cpu" and wide and native else "float32"
 
 

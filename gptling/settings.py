@@ -206,7 +206,7 @@ def restore_settings(config, saved: dict, given: dict):
             if name in fixed:
                 raise UserError(f"--{name}={value}: the run has {before}: give another --out_dir")
             print(f"{name}: {before} -> {value}")
-        if hasattr(config, name):
+        if name in vars(config):
             setattr(config, name, value)
         else:
             print(f"{name}: {value} in the run, which this code does not know")
@@ -229,6 +229,7 @@ def adopt_sizes(config, given: dict, model_class: type, checkpoint: Path | None)
             )
     if not checkpoint:
         return longest
+    # `stored` has the checkpoint's sizes now, which came last.
     for name in stored.keys() - {"block_size", "dropout"}:
         if name not in given:
             setattr(config, name, stored[name])

@@ -156,10 +156,10 @@ def test_help_says_what_a_script_and_each_field_do(file, cls, usage, monkeypatch
         assert (f"--{field.name}" in text) != (hidden or positional)
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
-def test_a_part_of_torchruns_environment_is_one_line(name, here):
+@pytest.mark.parametrize("name, missing", [("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")])
+def test_a_part_of_torchruns_environment_is_one_line(name, missing, here):
     process = run_script("train.py", *MINE, cwd=here, **{name: "2"})
-    one_line(process, "expected, but not set", "torchrun")
+    one_line(process, f"environment variable {missing} expected", "torchrun")
 
 
 def test_auto_is_chosen_again_on_another_machine(here, monkeypatch):
