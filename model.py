@@ -5,8 +5,9 @@
     logits, loss = model(idx, targets)
     for token in model.generate(idx, max_new_tokens=100, top_k=40): ...
 
-Shapes: B batch, T queries (the tokens given), S keys (with those in the cache),
-C width (n_embd), nh heads, hs size of a head (C / nh), V vocabulary, N = B T rows of logits.
+Shapes: B sequences in a batch, T tokens in each (the queries), S keys (T, and those in the cache),
+
+C numbers for a token (n_embd), nh heads, hs = C / nh, V tokens in the vocabulary, N = B T.
 
 References:
 - Vaswani et al. 2017, "Attention Is All You Need", https://arxiv.org/abs/1706.03762
@@ -48,9 +49,9 @@ class GPTConfig:
 
 
 def hide_padding(mask, padding_mask):
-    """Return the mask without the keys where padding_mask (B, S) is False, and has_key (..., T, 1),
-    whether a query still has a key. Softmax over no key is NaN. So a query without any attends to
-    all keys, and the caller multiplies its result by has_key, which is 0 there."""
+    """Hide the keys where padding_mask (B, S) is False. Return the mask, and has_key (..., T, 1):
+    whether a query may still attend to a key. If not, its softmax would be NaN, so the mask lets it
+    attend to all keys, and the caller multiplies its result by has_key, which is 0."""
     hidden = False if mask.dtype == torch.bool else -math.inf
     if padding_mask is not None:
         mask = mask.masked_fill(~padding_mask[:, None, None, :], hidden)
@@ -80,7 +81,7 @@ class MultiHeadAttention(nn.Module):
         self.causal = causal
         self.dropout = dropout
         self.c_attn = nn.Linear(d_in, 3 * d_out, bias=qkv_bias)  # rows: Q, then K, then V
-        self.c_attn.weight.matrices = [d_out, d_out, d_out]  # three matrices stacked, for Muon
+        self.c_attn.weight.matrices = [d_out, d_out, d_out]  # Muon updates each alone
         # copy.deepcopy, AveragedModel and load_state_dict(assign=True) lose `matrices`.
         self.c_proj = nn.Linear(d_out, d_out, bias=proj_bias)
         mask = torch.ones(block_size, block_size, dtype=torch.bool)  # row: query, column: key
@@ -91,7 +92,7 @@ class MultiHeadAttention(nn.Module):
 
         context (B, S, d_in): where keys and values come from. x itself if not given.
         padding_mask (B, S) bool: False hides a key. A query without any key gets c_proj's bias.
-        cache, without context: keys and values of earlier calls, before x's. S counts both."""
+        cache: earlier calls' keys and values, which come before x's in S. Not with context."""
         past = 0 if cache is None else cache.length  # number of earlier keys
         q, k, v = self.project(x, context, past)  # (B, nh, T, hs); a context's k, v (B, nh, S, hs)
         if cache is not None:
@@ -137,7 +138,8 @@ class MultiHeadAttention(nn.Module):
         """Return which keys each query attends to: `mask` (1, 1, T, S), the rows of causal_mask for
         queries from position `past` on, True = may attend. For another mask return other booleans,
         or floats to add to the scores, -inf for a hidden key: (B or 1, nh or 1, T, S). Padding is
-        hidden elsewhere, and counts: a prompt with two tokens of padding begins at position 2."""
+        hidden elsewhere. Here a position is a column, so that a prompt with two tokens of padding
+        begins at 2. In wpe it begins at 0."""
         return mask
 
     def mask_options(self, q, k, past, padding_mask):
@@ -170,7 +172,7 @@ class MultiHeadAttention(nn.Module):
 
 class KVCache:
     """Keys and values of one attention layer so far. Memory is allocated once, for block_size, so
-    that a step copies only its new keys. dtype: None is the keys' own."""
+    that a step copies only its new keys. dtype: to store them in, by default the keys' own."""
 
     def __init__(self, dtype: torch.dtype | None = None):
         self.k = self.v = None  # (B, nh, block_size, hs); values may be wider than keys
@@ -190,7 +192,7 @@ class KVCache:
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU in between, in the tanh form that GPT-2 uses."""
+    """For each token alone: two linear layers, and between them GELU in GPT-2's tanh form."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -237,7 +239,7 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
         logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        drop = probs.cumsum(dim=-1) - probs >= top_p  # the likelier ones suffice
+        drop = probs.cumsum(dim=-1) - probs >= top_p  # the tokens before reach top_p
         logits[drop.scatter(-1, order, drop)] = -math.inf
     if min_p > 0:
         logits[logits < math.log(min_p)] = -math.inf  # the best has 0
@@ -245,9 +247,9 @@ def next_token_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> 
 
 
 def sample_token(probs: torch.Tensor, generator=None) -> torch.Tensor:
-    """One token id a row, (B,) int64, of probabilities (B, V), by inverting their cumulative sums:
-    torch.multinomial would draw a random number for every token of the vocabulary. generator: one
-    for all rows, or a list with one a row. Raises ValueError for probabilities that are NaN."""
+    """Draw a token id for each row of probabilities (B, V): the first whose cumulative sum is above
+    a random number. Return (B,) int64. torch.multinomial would draw V numbers for a row. generator:
+    one for all rows, or a list with one for each. Raises ValueError for probabilities of NaN."""
     device = probs.device
     probs = probs.cpu() if device.type == "mps" else probs  # MPS has no float64
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)  # (B, V)
@@ -255,16 +257,17 @@ def sample_token(probs: torch.Tensor, generator=None) -> torch.Tensor:
         u = torch.cat([torch.rand(1, 1, generator=g, device=device) for g in generator])
     else:
         u = torch.rand(len(probs), 1, generator=generator, device=device)  # (B, 1), below 1
-    # The first above u times the last: never that of a token with probability 0.
+    # The first sum above u times the last one, so a token with probability 0 is never drawn.
     token = torch.searchsorted(cdf, u.to(cdf.device) * cdf[:, -1:], right=True)[:, 0]
     require(int(token.max()) < probs.size(-1), "the logits contain NaN or infinity")
     return token.to(device)
 
 
 def slide_window(idx, padding_mask, block_size):
-    """What a batch that has outgrown the window continues from: a row of more than block_size
-    tokens from its newest block_size / 2, so that the cache is not rebuilt at every token, and
-    shorter rows, which have padding before them, from all of theirs. With a window of 4:
+    """Return what generate continues from once idx has more than block_size columns. A row of more
+    tokens keeps its newest block_size / 2. With block_size of them, the next token would make it
+    too long again, and after each cut the cache is computed anew. A row of fewer tokens, after
+    padding, keeps all. With a block_size of 4:
 
         . . a b c         a b c
         d e f g h    to   . g h
@@ -292,16 +295,18 @@ class GPT(nn.Module):
         self.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = self.wte.weight  # tied, and so without memory of its own
+        self.lm_head.weight = self.wte.weight  # tied: its own matrix never gets memory ("meta")
         valid_tokens = torch.ones(config.vocab_size, dtype=torch.bool)  # see restrict_to_tokens
         self.register_buffer("valid_tokens", valid_tokens, persistent=False)
         self.dropout = config.dropout  # see hidden
         self.uninitialised = self.init_weights()
 
     def init_weights(self) -> list[str]:
-        """Draw weights from N(0, 0.02), set biases to 0, and scale layers that write into the
-        residual stream by 1 / sqrt(2 n_layer), so that its variance does not grow with depth
-        (GPT-2, section 2.3). 0.02 is for a width of 768: layers in blocks have 0.02 sqrt(768 / C).
+        """Draw weights from N(0, std), because equal rows would learn the same. Set biases to 0.
+        GPT-2's std is 0.02, for a width of 768. Layers in blocks have 0.02 sqrt(768 / C), which
+        turns a normed token into results with a standard deviation of 0.55 at any width. The two
+        layers of each block that add to the residual stream have 1 / sqrt(2 n_layer) of it, so that
+        the stream's variance does not grow with depth (GPT-2, section 2.3).
         Norms and the parameters whose names are returned stay as __init__ made them."""
         C = self.config.n_embd
         block_std = 0.02 * math.sqrt(768 / C)
@@ -339,14 +344,14 @@ class GPT(nn.Module):
         return self.ln_f(x)
 
     def logits(self, x):
-        """Hidden states (..., C) to logits (..., V): whatever changes logits stands here."""
+        """Hidden states (..., C) to logits (..., V). A change of the logits belongs here."""
         return self.lm_head(x)
 
     def losses(self, logits, targets):
         """-log softmax(logits)[target] in nats, (N,), of logits (N, V). 0 if a target is -100.
-        With --teacher, targets are probabilities (N, V), too.
-        Put a term of the training loss alone behind `if self.training:`. To mask targets, set
-        them to -100 in train.py's loop, not here."""
+        With --teacher, targets may also be probabilities (N, V).
+        Put a term that only training has under `if self.training:`. To mask targets, set them to
+        -100 in train.py's loop, not here."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # sums over V
         return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
 
@@ -381,8 +386,8 @@ class GPT(nn.Module):
         """Yield the next token of every row, (B,) int64, max_new_tokens times. Call eval() before.
 
         idx (B, T), T >= 1, of which the newest block_size count: see slide_window. Prompts of
-        unequal length are padded on the left, where padding_mask (B, T) is False: each row gives
-        what it gives alone. generator: see sample_token. Filters: see next_token_probs."""
+        unequal length are padded on the left, where padding_mask (B, T) is False. Each row gets
+        the text that it gets alone. generator: see sample_token. Filters: see next_token_probs."""
         require(idx.size(1) > 0, "idx has no tokens: start from end-of-text or a newline")
         block_size = self.config.block_size
         idx = idx[:, -block_size:]

@@ -95,7 +95,7 @@ def make_samples(tokenizer, prompts: list[str], config: SampleConfig) -> list[Sa
     samples = []
     for prompt in prompts:
         ids = encode(tokenizer, prompt, tokenizer.special_tokens_set).tolist()
-        ids = ids or [start_token(tokenizer)]
+        ids = ids or [start_token(tokenizer)]  # end-of-text, if there is no prompt
         samples += [Sample(prompt, ids, config.stop) for _ in range(config.num_samples)]
     return samples
 

@@ -46,9 +46,9 @@ from prepare import prepare
 
 @dataclass
 class TrainConfig(GPTConfig):
-    """All settings, with those of GPTConfig. Each field is a flag, and its comment the help. A
-    Planned field that you leave at None gets its value from gptling/settings.py. A flag that
-    changes a Fixed one is refused by --resume. What is set Once is not kept with the run."""
+    """All settings, with those of GPTConfig. Each field is a flag, and its comment is the help.
+    None in a Planned field: gptling/settings.py sets it. --resume refuses a flag that changes a
+    Fixed field. A Once field is for one start, and not saved with the run."""
 
     # model
     block_size: cli.Fixed[Planned[PositiveInt]] = None  # context length in tokens
@@ -147,9 +147,9 @@ def learning_rate(step: int, max_iters: int, config: TrainConfig) -> float:
 
 
 def configure_optimizers(model: GPT, config: TrainConfig, dtype: str = "float32") -> list:
-    """Return [AdamW], or with "muon" [AdamW, Muon]. Muon updates the matrices inside the blocks,
-    and stacks of them. AdamW updates the rest, embeddings too. Only matrices decay. The rate of a
-    group is lr_scale times learning_rate. Muon multiplies in float32 unless dtype is bfloat16."""
+    """Return [AdamW], or with "muon" [AdamW, Muon]. Muon updates the matrices inside the blocks.
+    AdamW updates the rest: embeddings, norms, biases. Only matrices decay. A group's learning rate
+    is lr_scale times learning_rate(). Muon multiplies in float32 unless dtype is bfloat16."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     matrices = {p for p in model.h.parameters() if p.dim() in (2, 3) and min(p.shape[-2:]) > 1}
     matrices -= embeddings
@@ -195,6 +195,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
         return 0
 
     # ------------------------------------------------------------ state
+    # float16 rounds small gradients to 0, so the scaler multiplies the loss by a large number.
     scaler = torch.amp.GradScaler(device, enabled=processes.dtype == "float16")
     # A run saves and resumes its state. To add an object with state_dict() and load_state_dict(),
     # pass it by a name: average=average.
@@ -210,7 +211,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
     stopped = 0  # the number of the signal that a process received
     while progress.step < progress.max_iters:
         step = progress.step
-        # With --minutes the machine's speed decides. config.max_iters stays the first plan's.
+        # With --minutes this follows the machine's speed. config.max_iters is the first plan.
         max_iters = clock.fitting_steps(step)
         if max_iters != progress.max_iters:
             progress.max_iters = max_iters
@@ -221,7 +222,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
                 group["lr"] = lr * group.get("lr_scale", 1)
         later = config.later_tokens * max(0.0, 1 - 1.5 * step / max_iters)
 
-        torch.manual_seed(hash((config.model_seed, step, rank, 0)))  # for random masks of targets
+        torch.manual_seed(hash((config.model_seed, step, rank, 0)))  # if you mask at random
         batch = data.batch(config, step, processes)
         # To mask targets, make them -100 here, before they are counted.
         n_targets = processes.sum(sum((y != -100).sum() for _, y in batch))  # all processes' sum
@@ -233,8 +234,8 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
             processes.sync_gradients(micro_step == len(batch) - 1)
             with processes.autocast:
                 terms = evaluation.loss_terms(model, forward(x, y), y, later)
-            # The loss is a mean over this micro-batch. Times its share of the step's targets, it
-            # adds up to the step's mean. DDP divides gradients by world_size, so multiply by it.
+            # A term is a mean over this micro-batch. Multiplied by the micro-batch's share of all
+            # targets, these add up to the step's mean. DDP divides by world_size: multiply by it.
             weight = (y != -100).sum() * world_size / n_targets.clamp(min=1)
             scaler.scale(sum(terms.values()) * weight).backward()
             for name, value in terms.items():
@@ -251,7 +252,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
         stopped = processes.all_reduce_max(processes.signal)
         if device == "cpu" or report_now or stopped:
             evaluation.check_finite(losses["loss"], norm, scaler, done, config)  # waits for a GPU
-        # All optimizers skip the step, or none: the scaler judges each by its own gradients.
+        # If float16 overflows, no optimizer steps. The scaler would judge each one separately.
         overflow = scaler.is_enabled() and not math.isfinite(norm)
         for optimizer in optimizers:
             if not overflow:
