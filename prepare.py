@@ -94,7 +94,7 @@ def prepare(config: PrepareConfig | None = None) -> Path:
     for path in target.glob("*"):
         if not OUTPUT.fullmatch(path.name):
             raise UserError(f"{path} would be deleted: choose another --name")
-    for path in target.resolve().parent.glob(f".{glob.escape(target.name)}.????????"):
+    for path in target.resolve().parent.glob(f".{glob.escape(target.resolve().name)}.????????"):
         print(f"delete {path} if no prepare.py is writing it: one was killed")
     with new_directory(target) as directory:
         corpus = Corpus(config.sources, directory.parent, config.field, config.encoding)

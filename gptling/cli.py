@@ -90,6 +90,8 @@ def launch(main: Callable[[], int | None], *, needs_reader: bool = False):
         code = main() or 0
     except KeyboardInterrupt:
         code = 130
+    except SystemExit as end:
+        code = end.code or 0
     except BrokenPipeError:  # the reader of `sample.py | head` has had enough
         os._exit(1)  # a normal exit would flush the rest, and fail again
     except Exception as error:

@@ -124,9 +124,9 @@ def train(side: Side, seed: int, steps: int) -> dict:
     for path in re.findall(r"[^=,\n]+", "\n".join(flags)):
         files += glob(f"{path}/**/metrics.json", recursive=True)
     contents = [Path(file).read_bytes() for file in sorted(files)]
-    machine = version("torch"), sys.version, platform.processor(), os.cpu_count()
-    threads = os.environ.get("OMP_NUM_THREADS")
-    key = repr((side.tree, flags, contents, machine, threads)).encode()
+    machine = version("torch"), sys.version, platform.node(), os.cpu_count()
+    chosen = [os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")]
+    key = repr((side.tree, flags, contents, machine, chosen)).encode()
     finished = OUT / f"{hashlib.sha256(key).hexdigest()}.jsonl"
     if not finished.exists():
         run = OUT / side.name / "run"

@@ -183,7 +183,9 @@ def draw_epoch(lengths: tuple[int, ...], T: int, seed: int, epoch: int) -> tuple
         rng = np.random.default_rng((seed, epoch, shard))
         firsts.append(rng.integers(n))
     rng = np.random.default_rng((seed, epoch))
-    return rng.permutation(counts.sum()).astype(np.uint32), firsts
+    order = np.arange(counts.sum(), dtype=np.uint32)
+    rng.shuffle(order)
+    return order, firsts
 
 
 def get_sequences(shards, config, step: int, rank=0, world_size=1, offset=0) -> torch.Tensor:

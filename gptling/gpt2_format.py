@@ -239,7 +239,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     if not unchanged and not allow_changed:
         raise ValueError(
             f"model.py is not the model of this checkpoint ({said}): "
-            "undo your edit, or continue training with train.py --allow_changed_model"
+            "undo your edit or flag, or continue training with train.py --allow_changed_model"
         )
     if differing or allow_changed:
         print(f"{directory}: {said}")

@@ -26,7 +26,7 @@ class Processes:
         self.signal = 0  # see catch_signals
         self.sharded = False  # whether FSDP shards the model: see wrap
         if not self.is_main:
-            sys.stdout = open(os.devnull, "w")
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")
         if self.rank or self.world_size > 1:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # cli.launch's would wait for others
             # If torchrun starts all processes of a machine again, its store still has the keys of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gptling.evaluation import comparable
-from gptling.files import UserError, lock_directory, new_directory, read_json, replace
+from gptling.files import UserError, lock_directory, new_directory, read_json, replace, try_again
 from gptling.gpt2_format import save as save_model
 
 FORMAT = 6  # the version of training_state.pt
@@ -164,7 +164,7 @@ class RunDirectory:
             n += 1
             old = here.with_name(f"{here.name}.old{n}")
         self.lock.release()  # Windows renames no directory with an open file
-        here.rename(old)
+        try_again(here.rename, old)
         here.mkdir()
         self.lock = lock_directory(self.path)
         print(f"the run that was in {self.path} is now in {old}")
@@ -186,7 +186,7 @@ class RunDirectory:
                     delete_checkpoint(path, best)
                     with suppress(OSError):  # if it stays, it is none of the next model's
                         path.rename(self.path / f"model-{n}-{path.name}")
-            best.rename(self.path / f"teacher-{n}")
+            try_again(best.rename, self.path / f"teacher-{n}")
         self.processes.wrapped = None  # frees its memory
         self.processes.barrier()
 

@@ -160,8 +160,10 @@ def published_tokenizer(name: str) -> tiktoken.Encoding:
     """One of tiktoken's own. Raises UserError."""
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:  # the download failed
-        raise UserError(
+    except OSError as error:
+        if not hasattr(error, "request"):
+            raise
+        raise UserError(  # the download failed
             f"--tokenizer={name}: connect to the network once, "
             f"or set TIKTOKEN_CACHE_DIR to a folder that has {error.request.url}"
         ) from None
@@ -267,7 +269,7 @@ def load_tokenizer(directory: str | Path) -> tiktoken.Encoding:
     if isinstance(tokenizer, Characters):
         probe = "".join(c for c in PROBE if c.encode() in tokenizer._mergeable_ranks)
     if stored.encode(probe).ids != tokenizer.encode_ordinary(probe):
-        raise UserError(f"{file}: tiktoken gives other ids than Hugging Face's tokenizers")
+        raise UserError(f"{file}: tiktoken gives other ids: add_prefix_space or a normalizer?")
     return tokenizer
 
 

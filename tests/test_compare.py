@@ -301,6 +301,8 @@ def test_what_cannot_be_compared_is_said_and_a_side_that_fails_shows_its_lines(r
     assert code == 1 and "nothing has changed since the last commit" in printed.err
     assert "out is not a patch: to compare two runs, see" in run_compare("out", "--", *FLAGS)[1].err
     patch = Path(comment_patch())
+    twice = run_compare(str(patch), str(patch), "--", *FLAGS)
+    assert twice[0] == 1 and "another side has this name" in twice[1].err
     code, printed, _ = run_compare(str(patch), "--", *FLAGS, fake=lambda *_: (None, 1.0))
     assert code == 1 and "its last evaluation failed" in printed.err
     assert not list(compare.OUT.glob("*.jsonl")), "that run is kept"

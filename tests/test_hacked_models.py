@@ -422,6 +422,18 @@ def test_a_parameter_that_is_not_in_one_optimizer_is_an_error(change, run):
     assert "optimizers" in said and "configure_optimizers has to give it to one" in said
 
 
+def test_what_a_checkpoint_cannot_call_fails_before_the_first_step(run, here):
+    """An hour of training would end at its first checkpoint."""
+    nanogpt = (
+        ("targets=None, *, padding_mask=None, cache=None, last_only=False):", "targets=None):"),
+        ("self.hidden(idx, padding_mask, cache)", "self.hidden(idx)"),
+        ("self.logits(x[:, -1:] if last_only else x)", "self.logits(x)"),
+    )
+    with pytest.raises(TypeError, match="last_only"):
+        run(nanogpt, "train", *TRAIN)
+    assert not (here / "out").exists()
+
+
 @SLOW
 def test_the_weight_of_a_term_may_change_and_what_is_computed_may_not(run, tmp_path):
     """A new field of GPTConfig is a flag at once. The unchanged code still loads the model."""
