@@ -95,7 +95,7 @@ def prepare(config: PrepareConfig | None = None) -> Path:
         if not OUTPUT.fullmatch(path.name):
             raise UserError(f"{path} would be deleted: choose another --name")
     for path in target.resolve().parent.glob(f".{glob.escape(target.resolve().name)}.????????"):
-        print(f"delete {path} if no prepare.py is writing it: one was killed")
+        print(f"delete {path} unless a prepare.py is writing it")
     with new_directory(target) as directory:
         corpus = Corpus(config.sources, directory.parent, config.field, config.encoding)
         tokenizer = make_tokenizer(corpus, config.tokenizer, config.vocab_size)

@@ -7,7 +7,7 @@
     --init_from=gpt2   start from a run, a checkpoint, or a GPT-2 on the hub
 
     python train.py                                    # the quick start: one minute
-    python train.py --dataset=mine --minutes=10        # the best model of data/mine in ten minutes
+    python train.py --dataset=mine --minutes=10        # trains on data/mine for ten minutes
     python train.py config/gpt2.toml --batch_size=8 --gradient_accumulation_steps=60
     torchrun --nproc_per_node=8 train.py config/gpt2.toml
 
@@ -57,12 +57,12 @@ class TrainConfig(GPTConfig):
     n_embd: Planned[PositiveInt] = None  # width of the model, divisible by n_head
     dropout: Planned[Share] = None  # share of activations set to 0 in training
     bpe_dropout: Planned[Share] = None  # share of BPE merges to skip, which splits words at random
-    # weight of the loss for the two tokens after the next one. It fades in two thirds of the run
+    # weight of the loss for the two tokens after the next one. It is 0 after two thirds of the run
     later_tokens: Planned[float] = None
     bias: cli.Fixed[bool] = False  # use biases in linear layers and LayerNorms, as GPT-2 does
     vocab_size: cli.Once[cli.Hidden[int]] = 1  # the number of tokens in the tokenizer
     models_before: cli.Once[cli.Hidden[int]] = 0  # models that this run has trained before
-    vocab_multiple: cli.Fixed[PositiveInt] = 1  # divides the vocabulary size. 128 suits GPUs
+    vocab_multiple: cli.Fixed[PositiveInt] = 1  # pad vocab_size to a multiple. 128 suits GPUs
     # data
     dataset: str = "quickstart"  # directory under data/ that prepare.py has written
     teacher: str = ""  # runs or checkpoints to learn from besides the text, separated by commas
@@ -72,7 +72,7 @@ class TrainConfig(GPTConfig):
     # run
     minutes: float = 1.0  # time budget. Settings without a value are planned. Or give --max_iters
     max_iters: Planned[PositiveInt] = None  # number of training steps, instead of --minutes
-    out_dir: cli.Once[cli.Empty[str]] = ""  # for checkpoints and the log. Default: out/DATASET
+    out_dir: cli.Once[cli.Empty[str]] = ""  # folder of the run. Default: out/DATASET
     resume: cli.Once[bool] = False  # continue the run in out_dir. Flags override its settings
     auto_resume: cli.Once[bool] = False  # resume if out_dir has a checkpoint, otherwise start
     overwrite: cli.Once[bool] = False  # move the run in out_dir to OUT_DIR.old, and start
@@ -99,7 +99,7 @@ class TrainConfig(GPTConfig):
     hold: Share = 0.0  # linear: share of the steps after warm-up before the decay starts
     min_lr: Planned[float] = None  # final learning rate
     # evaluation
-    eval_only: cli.Once[bool] = False  # evaluate init_from on all validation text, and end
+    eval_only: cli.Once[bool] = False  # evaluate init_from on all validation text and stop
     eval_all: cli.Once[bool] = False  # --eval_only on the training split, too: on all of the text
     # steps between evaluations with a checkpoint. The last step always has one
     eval_interval: Planned[PositiveInt] = None
@@ -115,7 +115,7 @@ class TrainConfig(GPTConfig):
     compile: Literal["auto", True, False] = "auto"  # use torch.compile. auto: long runs on CUDA
     recompute: bool = False  # recompute activations in the backward pass, to save memory
     deterministic: bool = False  # reproduce results on a GPU, or compiled, at some cost
-    fsdp: bool = False  # shard a model that does not fit on one GPU over all processes
+    fsdp: bool = False  # shard a model too large for one GPU over all processes
 
     def __post_init__(self):  # GPTConfig checks the sizes once they are known
         cli.check_numbers(self)

@@ -54,7 +54,7 @@ def describe(error: Exception) -> str:
     if is_out_of_memory(error):
         return "out of memory: a smaller batch, sequence or model needs less"
     if mentions(error, r"No space left|quota exceeded|File too large|requested and \d+ written"):
-        return f"the disk is full, or takes no file so large ({error}): what was saved is whole"
+        return f"the disk is full, or the file too large ({error}): saved files are intact"
     return ""
 
 

@@ -96,7 +96,7 @@ def make_sides(patches: tuple[Path, ...], flags: list[str], prepare: list[str]) 
         if patch.is_dir():
             raise UserError(f"{patch} is not a patch: to compare two runs, see docs/comparing.md")
         if patch.stem in [side.name for side in sides]:
-            raise UserError(f"{patch}: another side has this name, so give the file another one")
+            raise UserError(f"{patch}: another side has this name: rename the file")
         lines = re.findall(r"^# (flags|prepare):(.*)$", patch.read_text("utf-8"), re.M)
         own = defaultdict(str, lines)
         own_flags = flags + own["flags"].split()
@@ -155,13 +155,13 @@ def judge(differences: list[float]) -> str:
     n = len(differences)
     difference = mean(differences)
     if n == 1:
-        return f"{difference:+.4f} bits per byte with one seed, which cannot say if that is luck"
+        return f"{difference:+.4f} bits per byte with one seed, which cannot rule out luck"
     quantile = T_QUANTILES[min(n, 10) - 2]  # the last one is too high for more seeds
     half = quantile * stdev(differences) / n**0.5
     size = abs(difference)
     if size <= half:
         return (
-            f"no difference that {n} seeds can show (mean {difference:+.4f}, "
+            f"no difference shown by {n} seeds (mean {difference:+.4f}, "
             f"{difference - half:+.4f} to {difference + half:+.4f} bits per byte, "
             "negative is better)"
         )

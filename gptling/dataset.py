@@ -51,7 +51,7 @@ class Dataset:
             stored = meta.get(split, {"tokens": n})["tokens"]  # older data have none
             if n != stored:
                 raise UserError(
-                    f"{directory} has {n:,} tokens of {split}, not {stored:,}: "
+                    f"{directory} has {n:,} {split} tokens, not {stored:,}: "
                     "prepare the text again with --overwrite"
                 )
         if eval_all:
@@ -142,7 +142,7 @@ def check_text(config, saved: dict):
     directory = Path("data") / config.dataset
     if saved["data"] != read_json(directory / "meta.json")["sha256"]:
         raise UserError(
-            f"{directory} is not what {config.out_dir} was trained on: "
+            f"{directory} is not {config.out_dir}'s training text: "
             f"prepare it again, or begin another run with --init_from={config.out_dir}"
         )
 

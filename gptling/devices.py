@@ -19,7 +19,7 @@ def pick_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not getattr(torch, device).is_available():
-        raise UserError(f"--device={device}: PyTorch finds none here, give --device=auto")
+        raise UserError(f"--device={device}: PyTorch finds none here. Use --device=auto")
     if device in ("mps", "xpu"):
         print(f"--device={device}: gptling has never been run on it", file=sys.stderr)
     return device
@@ -121,7 +121,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_losses):
         if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: leave out use_cpu_kernels in train.py")
+            raise RuntimeError("create_graph=True: leave out use_cpu_kernels in processes.py")
         grad, targets = ctx.saved_tensors
         factors = (grad_losses * (targets != -100))[:, None]
         again = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True

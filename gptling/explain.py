@@ -66,7 +66,7 @@ def run_and_record(model: torch.nn.Module, idx: torch.Tensor):
     if shapes != {(T, T)} or any(w.triu(1).any() for w in attention.weights):
         raise UserError(
             "--explain: model.py must call F.scaled_dot_product_attention "
-            f"of all {T} tokens to themselves and earlier ones"
+            f"on all {T} tokens, with a causal mask"
         )
     weights = torch.stack(attention.weights)
     if len(layers) > 1 and [x.size(1) for x in inputs] == len(layers) * [T]:

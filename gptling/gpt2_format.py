@@ -238,7 +238,7 @@ def load(model_class: type, directory: str | Path, allow_changed=False, **change
     said = f"tensors in only one: {differing or 'none'}; logits: {'same' if unchanged else 'other'}"
     if not unchanged and not allow_changed:
         raise ValueError(
-            f"model.py is not the model of this checkpoint ({said}): "
+            f"model.py does not match this checkpoint ({said}): "
             "undo your edit or flag, or continue training with train.py --allow_changed_model"
         )
     if differing or allow_changed:

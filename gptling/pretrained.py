@@ -31,7 +31,7 @@ def find_checkpoint(path: str | Path = "") -> Path:
     if not re.fullmatch(HUB_NAMES, path.as_posix()):
         raise UserError(
             f"{path}: no checkpoint there (a directory with a config.json). "
-            f"Perhaps you mean one of {[*map(str, runs)]}. "
+            f"Runs here: {', '.join(map(str, runs)) or 'none'}. "
             f'To continue a text: sample.py --prompt "{path}"'
         )
     from huggingface_hub import snapshot_download  # slow to import

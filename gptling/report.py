@@ -74,7 +74,7 @@ class Report:
         if self.step:
             machine += f", from step {self.step}"
         if self.model.uninitialised:
-            print(f"not drawn by init_weights: {', '.join(self.model.uninitialised)}")
+            print(f"not set by init_weights: {', '.join(self.model.uninitialised)}")
         print(
             f"data:  {data.n_tokens:,} tokens to train on, "
             f"{data.val_targets:,} of {self.all_targets:,} to validate on"

@@ -77,7 +77,7 @@ def load_training_state(checkpoint: Path) -> dict[str, Any]:
             f"delete {checkpoint} to resume from the one before"
         ) from None
     if state["format"] != FORMAT:
-        raise UserError(f"{checkpoint} is of another version: begin with --init_from={checkpoint}")
+        raise UserError(f"{checkpoint} has another format: begin with --init_from={checkpoint}")
     return state
 
 

@@ -209,7 +209,7 @@ def restore_settings(config, saved: dict, given: dict):
         if name in vars(config):
             setattr(config, name, value)
         else:
-            print(f"{name}: {value} in the run, which this code does not know")
+            print(f"{name}: {value} in the run is unknown to this code")
 
 
 def adopt_sizes(config, given: dict, model_class: type, checkpoint: Path | None) -> float:

@@ -79,7 +79,7 @@ def text_of(record: dict | str, field: str) -> str:
     if field not in fields:
         others = [name for name, value in fields.items() if isinstance(value, str)]
         hint = f"--field can be one of {others!s:.200}" if others else "no other field is a text"
-        raise ValueError(f'no "{field}", but {hint}')
+        raise ValueError(f'no "{field}": {hint}')
     text = fields[field] or ""
     if not isinstance(text, str):
         raise ValueError(f'"{field}" is not a string: {text!s:.50}')

@@ -109,9 +109,9 @@ def test_a_difference_is_called_one_only_beyond_the_interval_of_pairs():
     for differences, words in (
         (CLEAR, "better by 0.0200 bits per byte (0.0041 to 0.0359, 4 seeds)"),
         ([-d for d in CLEAR], "worse by 0.0200 bits per byte (0.0041 to 0.0359, 4 seeds)"),
-        (UNCLEAR, "no difference that 3 seeds can show (mean -0.0100, -0.0597 to +0.0397 bits"),
-        ([-0.3], "-0.3000 bits per byte with one seed, which cannot say"),
-        ([0.0, 0.0], "no difference that 2 seeds can show (mean +0.0000, +0.0000 to +0.0000 bits"),
+        (UNCLEAR, "no difference shown by 3 seeds (mean -0.0100, -0.0597 to +0.0397 bits"),
+        ([-0.3], "-0.3000 bits per byte with one seed, which cannot rule out"),
+        ([0.0, 0.0], "no difference shown by 2 seeds (mean +0.0000, +0.0000 to +0.0000 bits"),
         (12 * [-0.1, 0.0], "better by 0.0500 bits per byte (0.0264 to 0.0736, 24 seeds)"),
     ):
         assert judge(differences).startswith(words)
@@ -231,7 +231,7 @@ def test_an_interrupted_comparison_continues_after_its_last_finished_run(run_com
     output, sides = train()
     assert sides == ["same", "working-tree", "same", "same"]
     assert train()[1] == []
-    assert "after 10 steps: no difference that 2 seeds can show" in output
+    assert "after 10 steps: no difference shown by 2 seeds" in output
     pytest.importorskip("matplotlib", reason="pip install -e '.[curves]'")
 
     # Everything that a run depends on makes new runs.

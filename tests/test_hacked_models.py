@@ -451,12 +451,12 @@ def test_a_deliberate_change_resumes_from_weights_of_another_model(run, tmp_path
     """The code of both is kept."""
     run((), "train", *TRAIN)
     error = run((RELU,), "train", *RESUME, "--max_iters=8", code=1)
-    assert "is not the model of this checkpoint" in error and "--allow_changed_model" in error
+    assert "does not match this checkpoint" in error and "--allow_changed_model" in error
     said = run((RELU,), "train", *RESUME, "--max_iters=8", "--allow_changed_model")
     assert "in only one: none; logits: other\nchanged since that checkpoint: model.py\n" in said
     run((RELU,), "sample", "out/mine", "--max_new_tokens=3")
     error = run((), "sample", "out/mine", code=1)
-    assert "is not the model of this checkpoint" in error
+    assert "does not match this checkpoint" in error
     assert error.endswith("(the code that made it: out/mine/checkpoint-8/model.py)\n")
     for step, code in ((6, ()), (8, (RELU,))):  # each has its own
         for name in ("model", "train"):

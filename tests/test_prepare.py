@@ -130,11 +130,11 @@ def test_every_kind_of_source_gives_its_documents_once(here, kind, capsys):
 BAD_RECORDS = {
     b"{": "Expecting property name",
     b'{"text": "a"} {': "Extra data: column 15",
-    b'{"id": 1, "body": "a"}': "no \"text\", but --field can be one of ['body']",
-    b'{"messages": [{"role": "user"}]}': 'no "text", but no other field is a text',
+    b'{"id": 1, "body": "a"}': "no \"text\": --field can be one of ['body']",
+    b'{"messages": [{"role": "user"}]}': 'no "text": no other field is a text',
     b'{"text": 5}': '"text" is not a string: 5',
     b'{"text": ' + b"[" * 10_000: "maximum recursion depth",
-    b'["text"]': 'no "text", but no other field is a text',
+    b'["text"]': 'no "text": no other field is a text',
     b'{"text": "caf\xe9"}': "can't decode byte 0xe9",
     b'{"text": "\xed\xa0\xbd"}': "can't decode byte 0xed",
 }

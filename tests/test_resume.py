@@ -174,7 +174,7 @@ def test_explicit_flags_override_the_run_and_are_printed(finished):
     flags = [*RESUME, "--max_iters=25", "--learning_rate=5e-3", "--dataset=better name"]
     flags += ["--warmup_iters=30", "--batch_size=2", "--gradient_accumulation_steps=2"]
     process = train(*flags, cwd=finished)
-    assert process.returncode == 1 and b"is not what out/mine was trained on" in process.stderr
+    assert process.returncode == 1 and b"is not out/mine's training text" in process.stderr
     meta.write_text(text)
     output = output_here("train.py", *flags, cwd=finished)
     assert "config.toml was edited (learning_rate), which has no effect: give flags" in output
@@ -199,7 +199,7 @@ def test_what_makes_a_run_is_fixed_what_is_unknown_is_printed_and_flags_of_one_s
     expected = replace(config, minutes=2.0)
     restore_settings(config, saved, {})
     assert config == expected and not hasattr(config, "ema")
-    assert capsys.readouterr().out == "ema: 0.9 in the run, which this code does not know\n"
+    assert capsys.readouterr().out == "ema: 0.9 in the run is unknown to this code\n"
 
 
 def test_the_settings_of_a_run_are_a_preset_that_repeats_it(here):

@@ -171,7 +171,7 @@ def test_the_text_is_compared_before_another_model_begins(finished):
     (finished / "mine.txt").write_text("another text\n" * 200)
     output_of("prepare.py", "mine.txt", "--overwrite", cwd=finished)
     resume = ["--resume", "--minutes=9", "--out_dir=out/mine"]
-    one_line(train(*resume, cwd=finished), "data/mine is not what out/mine was trained on")
+    one_line(train(*resume, cwd=finished), "data/mine is not out/mine's training text")
 
 
 @pytest.mark.slow
