@@ -431,6 +431,13 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     assert f"step {steps}/{steps} | validation" in output
 
 
+@pytest.mark.slow
+def test_a_real_run_ends_on_time(tmp_path):
+    """The bound is wide, because other programs use the machine as well."""
+    output = output_of("train.py", "--minutes=0.7", "--curves=False", cwd=tmp_path)
+    assert 36 <= int(re.search(r"^Done in (\d+) s\.", output, re.M)[1]) <= 50  # of 42
+
+
 @pytest.mark.parametrize(
     "preset, words, planned, expected",
     [
