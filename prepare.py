@@ -23,7 +23,7 @@ import tiktoken
 import tyro
 
 from gptling import tokenizers
-from gptling.cli import Empty, UserError, launch, load_config
+from gptling.cli import Empty, UserError, check_numbers, launch, load_config
 from gptling.corpus import Corpus, encode_on_all_cores, write_token_files
 from gptling.files import new_directory
 from gptling.sources import QUICKSTART, name_after
@@ -44,6 +44,7 @@ class PrepareConfig:
     overwrite: bool = False  # replace data/NAME if it exists
 
     def __post_init__(self):
+        check_numbers(self)
         self.name = self.name or name_after(self.sources[0])
         if Path(self.name).name != self.name or self.name in ("", ".."):
             raise ValueError(f"--name {self.name!r}: give a plain name, for a directory in data/")
@@ -63,7 +64,7 @@ def make_tokenizer(corpus: Corpus, kind: str, vocab_size: int) -> tiktoken.Encod
     """The tokenizer called `kind`, made from training text alone. The exception is "char", also for
     "auto" and a short text: it has all characters of the corpus. Raises UserError."""
     if kind not in tokenizers.TOKENIZERS and Path(kind).expanduser().is_dir():
-        return load_tokenizer(kind)
+        return tokenizers.check_size(load_tokenizer(kind), vocab_size)
     if kind == "auto" and not vocab_size and corpus.n_train.sum() < tokenizers.AUTO_CHAR_BYTES:
         kind = "char"
     texts = (text for split, text in corpus.texts() if split == "train" or kind == "char")
@@ -74,8 +75,7 @@ def print_summary(target: Path, meta: dict, corpus: Corpus, is_auto: bool):
     """Print what the data are, and what is missing. A large part is a warning before all else."""
     share = corpus.n_lost / (corpus.n_lost + meta["bytes"])
     if share > 0.01:
-        warning = f"prepare.py: warning: {share:.0%} of the bytes could not be read as text"
-        print(warning, file=sys.stderr)
+        print(f"prepare.py: warning: {share:.0%} of the bytes could not be read", file=sys.stderr)
     how = ", chosen for this text (change with --tokenizer)" if is_auto else ""
     print(f"{target}\n  documents: {meta['documents']:,}, bytes: {meta['bytes']:,}")
     print(f"  tokenizer: {meta['tokenizer']}, {meta['vocab_size']:,} tokens{how}")

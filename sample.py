@@ -144,9 +144,11 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
         "Type a prompt, then Enter. Ctrl-C ends a text, or quits here. So does an empty line.",
         file=sys.stderr,
     )
-    print("> ", end="", file=sys.stderr, flush=True)
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    while prompt := sys.stdin.readline().rstrip("\r\n"):
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        if not (prompt := sys.stdin.readline().rstrip("\r\n")):
+            return
         try:
             write_samples(model, tokenizer, make_samples(tokenizer, [prompt], config), config)
         except UserError as error:  # a mistake ends one text, not the conversation
@@ -154,7 +156,6 @@ def converse(model: GPT, tokenizer, config: SampleConfig):
         except KeyboardInterrupt:
             print()
         config.seed += config.num_samples  # the same prompt gets another text
-        print("> ", end="", file=sys.stderr, flush=True)
 
 
 def main():

@@ -85,7 +85,7 @@ class TrainConfig(GPTConfig):
     gradient_accumulation_steps: Planned[PositiveInt] = None  # micro-batches per step, in total
     # optimizer for the matrices in the blocks. AdamW updates the other parameters
     optimizer: cli.Fixed[Literal["adamw", "muon"]] = "muon"
-    learning_rate: Planned[float] = None  # AdamW's peak learning rate
+    learning_rate: Planned[float] = None  # AdamW's peak learning rate. At 0 Muon stops, too
     muon_lr: Planned[float] = None  # Muon's peak learning rate, in Keller Jordan's convention
     muon_momentum: Planned[Share] = None  # Muon's momentum. Lower values suit shorter runs
     weight_decay: Planned[float] = None  # weight decay of matrices. Other parameters have none
@@ -282,7 +282,7 @@ def train(config: TrainConfig, start, processes: Processes) -> int:
     stopped = stopped or processes.all_reduce_max(processes.signal)  # the last evaluation's
     start.following = next_model(config, progress, processes)
     report.close(progress.step < progress.max_iters, start.following is not None)
-    processes.barrier()  # torchrun ends all soon after the first, even the one that still writes
+    processes.barrier()  # if one ends with a signal's code, torchrun kills those that still write
     return 128 + stopped if stopped else 0
 
 

@@ -14,7 +14,6 @@ from gptling.schedule import (
     evaluates_after,
     evaluation_time,
     evaluations,
-    fill_in,
     most_steps,
     saving_time,
 )
@@ -70,7 +69,8 @@ class Clock:
             self.evaluation = max(0.01, elapsed - self.step_time())
             return True
         self.newest.append(elapsed)
-        at_least = 10 if self.processes.device == "cuda" else 1  # a GPU is ahead, until a report
+        # Python is ahead of a GPU until a report waits for it.
+        at_least = 10 if self.processes.device == "cuda" else 1
         enough = max(1.0, 0.03 * 60 * self.config.minutes)  # seconds
         if len(self.newest) < at_least or sum(self.newest) < enough:
             return False
@@ -134,8 +134,6 @@ def next_model(config, progress, processes):
         return None
     following.max_iters = round(min(TAUGHT, share) * progress.max_iters)
     following.teacher = f"{config.out_dir}/teacher-*"  # see teacher_paths
-    following.teacher_share = None
-    fill_in(following, {})
     return following
 
 

@@ -28,7 +28,7 @@ from statistics import mean, stdev
 import tyro
 
 from gptling.cli import Empty, PositiveInt, check_numbers, launch, load_config
-from gptling.files import UserError, lock_directory, read_log, replace
+from gptling.files import UserError, lock_directory, read_log, write_whole
 
 OUT = Path("out/compare")
 COUNT_STEPS = """import train
@@ -138,7 +138,7 @@ def train(side: Side, seed: int, steps: int) -> dict:
         last = read_log(log)[-1]
         if last.get("bits_per_byte") is None:
             raise UserError(f"{side.name}: its last evaluation failed, train it alone to see why")
-        replace(finished, log.read_bytes())
+        write_whole(finished, log.read_bytes())
         print(f"    {last['bits_per_byte']:.3f} bits per byte in {last['seconds']:.0f} s")
     entries = read_log(finished)
     return entries[-1] | {"side": side.name, "ms": step_time(entries)}

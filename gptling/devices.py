@@ -157,7 +157,7 @@ def choose_algorithms(deterministic: bool):
         torch.use_deterministic_algorithms(True)
 
 
-def tune_allocator(sharded: bool = False):
+def tune_allocator(sharded: bool):
     """Let glibc keep freed memory for the next step, because the system would give new pages of
     zeros. With FSDP, give it back instead: gathered layers are freed all the time, what a step
     keeps would lie between them, and no gap would be large enough for the next layer."""

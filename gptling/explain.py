@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from gptling.files import UserError, replace
+from gptling.files import UserError, write_whole
 
 SYMBOLS = str.maketrans({" ": "·", "\n": "↵", "\t": "→"})
 
@@ -120,4 +120,4 @@ def write_page(path: Path, data: dict):
     """Write what explain returns as HTML, whole or not at all."""
     text = json.dumps(data).replace("<", "\\u003c")  # so that no token ends the script element
     template = Path(__file__).with_name("explain_template.html").read_text(encoding="utf-8")
-    replace(path, template.replace("__DATA__", text).encode())
+    write_whole(path, template.replace("__DATA__", text).encode())

@@ -37,7 +37,7 @@ def try_again(rename: Callable, target: Path):
     return rename(target)
 
 
-def replace(path: Path, content: bytes):
+def write_whole(path: Path, content: bytes):
     """Write a file, which replaces an older one once it is whole on the disk."""
     temporary = path.with_name(f".{path.name}.writing")
     temporary.write_bytes(content)

@@ -139,7 +139,8 @@ class Planner:
     def configuration(self, n_layer: int, n_embd: int, tokens: float = 0):
         """Return the configuration of a model that sees so many tokens, or enough (0)."""
         config = copy.copy(self.config)
-        set_missing(config, n_layer=n_layer, n_embd=n_embd)
+        n_head = config.n_head or 1  # given heads have to divide the width
+        set_missing(config, n_layer=n_layer, n_embd=max(n_head, n_embd - n_embd % n_head))
         tokens = tokens or self.enough_tokens(self.parameters(config))
         useful = min(tokens, GOOD_EPOCHS * self.train_tokens)  # later epochs teach less
         block_size = nearest_power_of_two(max(64, useful**0.6 / 72))

@@ -17,7 +17,7 @@ from gptling.files import UserError
 
 
 class Processes:
-    """The processes of this run. Usually this is the only one."""
+    """The processes of this run, usually one."""
 
     def __init__(self):
         self.rank = int(os.environ.get("RANK") or 0)
@@ -28,7 +28,7 @@ class Processes:
         if not self.is_main:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")
         if self.rank or self.world_size > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # cli.launch's would wait for others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # cli.launch's can wait for a collective
             # If torchrun starts all processes of a machine again, its store still has the keys of
             # those that died. Other machines do not know the number of restarts.
             try:
@@ -105,8 +105,8 @@ class Processes:
         model.to(self.device)
         if self.world_size > 1:
             torch._dynamo.config.optimize_ddp = False  # a compiled step is not cut at DDP's buckets
-            # Without find_unused_parameters DDP regroups gradients after the first step, also after
-            # that of a resumed run, and then sums in another order.
+            # Without find_unused_parameters DDP regroups gradients after a session's first step,
+            # and then sums in another order.
             options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
             self.wrapped = DistributedDataParallel(model, **options)
             self.wrapped.broadcast_buffers = False  # each process has its own

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from gptling.evaluation import comparable
-from gptling.files import UserError, lock_directory, new_directory, read_json, replace, try_again
+from gptling.files import (
+    UserError,
+    lock_directory,
+    new_directory,
+    read_json,
+    try_again,
+    write_whole,
+)
 from gptling.gpt2_format import save as save_model
 
 FORMAT = 6  # the version of training_state.pt
@@ -136,8 +143,7 @@ class RunDirectory:
         self.lock = self.lock or lock_directory(self.path)
         done = state.progress.steps_before + state.progress.step  # all models' steps
         log = self.path / "log.jsonl"
-        log.touch()
-        content = log.read_bytes()
+        content = log.read_bytes() if log.exists() else b""
         models = list_models(self.path)
         if not done and models and not state.config.overwrite:  # since the plan was made
             raise UserError(f"{self.path} has another run by now: give another --out_dir")
@@ -150,9 +156,9 @@ class RunDirectory:
             with suppress(ValueError, TypeError, KeyError):  # cut off by a power failure
                 if json.loads(line)["step"] <= done:
                     kept.append(line + b"\n")
-        replace(log, b"".join(kept))
         if not done:  # later ones come with a checkpoint
             self.write_settings(state)
+        write_whole(log, b"".join(kept))
 
     def move_old_run(self):
         """Move the run that is here to NAME.old, or NAME.old2 if there is one, and so on. Lock the
@@ -172,6 +178,7 @@ class RunDirectory:
     def keep_teacher(self):
         """Keep the best checkpoint of the model that has ended as teacher-N, with the last one's
         state, and no other. If this is interrupted, the run resumes from it."""
+        self.processes.barrier()  # the others may still read what is renamed here
         checkpoints = list_checkpoints(self.path)
         if self.processes.is_main and checkpoints:
             last = checkpoints[-1]
@@ -195,13 +202,13 @@ class RunDirectory:
         text = f"{HEADER} Edits have no effect on --resume, which has flags.\n"
         last_models = set()  # settings of the last model alone
         if state.config.models_before:
-            last_models = {"teacher", "teacher_share"}
+            last_models = {"teacher"}
             if state.config.minutes:
                 last_models.add("max_iters")
         for name, value in state.configuration().items():
             if value is not None and name not in last_models:  # TOML's strings are JSON's
                 text += f"{name} = {json.dumps(value, ensure_ascii=False)}\n"
-        replace(self.path / "config.toml", text.encode())
+        write_whole(self.path / "config.toml", text.encode())
 
     def save(self, state, data, metrics: dict[str, Any]):
         """Write checkpoint-STEP whole or not at all, then delete all but the best one and the last

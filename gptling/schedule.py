@@ -70,9 +70,6 @@ def fill_in(config, values: dict):
         warmup_iters=math.ceil(config.max_iters / 50),
         muon_momentum=0.95 if config.max_iters >= MORE_MOMENTUM_STEPS else 0.9,
     )
-    if config.teacher:
-        n_teachers = config.models_before or len(config.teacher.split(","))
-        set_missing(config, teacher_share=n_teachers / (n_teachers + 1))  # the text counts as one
 
 
 def eval_part(config) -> int:

@@ -67,13 +67,14 @@ class Start:
         --auto_resume it ends with exit code 0."""
         if state.config.teacher:
             self.sources["teachers.json"] = fingerprints(state.config)
+        has_ended = self.saved and not list_checkpoints(self.run.path)  # see keep_teacher
         if self.saved:
             state.load_state_dict(self.saved)
+            self.saved = None  # frees its memory
         elif self.progress:
             state.progress.follow(self.progress)
         state.progress.can_teach = can_teach(state.model)
         end = state.config.max_iters
-        has_ended = self.saved and not list_checkpoints(self.run.path)  # see keep_teacher
         if has_ended or state.progress.step >= end:
             finished = f"{self.run.path} has finished its {end} steps"
             if state.config.auto_resume:  # a chain of jobs goes on
@@ -212,24 +213,29 @@ def restore_settings(config, saved: dict, given: dict):
             print(f"{name}: {value} in the run is unknown to this code")
 
 
+def stored_sizes(model_class: type, checkpoint: Path) -> dict[str, Any]:
+    """Return the sizes of a checkpoint's model. Raises UserError if they do not go together."""
+    file = checkpoint / "config.json"
+    try:
+        return vars(stored_config(model_class, read_json(file)))
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
 def adopt_sizes(config, given: dict, model_class: type, checkpoint: Path | None) -> float:
     """Give the configuration the sizes of the model in a checkpoint, if there is one, except for
     those with a flag. Return the longest sequence that this model and the teachers accept. Raises
     UserError for a size that they cannot have."""
     longest = math.inf
     for path in filter(None, [*teacher_paths(config), checkpoint]):
-        try:
-            stored = vars(stored_config(model_class, read_json(path / "config.json")))
-        except ValueError as error:  # sizes that do not go together
-            raise UserError(f"{path / 'config.json'}: {error}") from None
-        longest = min(longest, stored["block_size"])
+        longest = min(longest, stored_sizes(model_class, path)["block_size"])
         if (config.block_size or 0) > longest:
             raise UserError(
                 f"--block_size={config.block_size}: {path} accepts at most {longest} tokens"
             )
     if not checkpoint:
         return longest
-    # `stored` has the checkpoint's sizes now, which came last.
+    stored = stored_sizes(model_class, checkpoint)
     for name in stored.keys() - {"block_size", "dropout"}:
         if name not in given:
             setattr(config, name, stored[name])

@@ -45,11 +45,12 @@ def fingerprints(config) -> bytes:
 
 def can_teach(model) -> bool:
     """Return whether models of this class can teach each other: GPT.forward is GPT.logits of
-    GPT.hidden, and the targets of GPT.losses may be probabilities. An edit may change both."""
+    GPT.hidden, and the targets of GPT.losses may be probabilities. An edit may change both. Raises
+    what GPT.forward raises for last_only, which each checkpoint needs."""
     T = min(16, model.config.block_size)  # a few, because their logits need memory
     idx = torch.arange(T, device=model.valid_tokens.device)[None] % model.config.vocab_size
     with eval_mode(model):
-        model(idx, last_only=True)  # what a checkpoint needs: an edit without it fails now
+        model(idx, last_only=True)
         try:
             logits = model(idx)[0]
             model.losses(logits[0], logits[0].softmax(-1))
@@ -79,6 +80,9 @@ def with_teachers(forward: Callable, model: torch.nn.Module, teachers: list, con
     """Return what training calls in place of `forward`: it adds the term "teacher" to the loss, so
     that their sum is (1 - share) * loss + share * the cross-entropy with the teachers' mean
     probabilities. Without teachers that is `forward` itself."""
+    share = config.teacher_share
+    if share is None:
+        share = len(teachers) / (len(teachers) + 1)  # the text counts as one
 
     def forward_with_teachers(idx, targets):
         logits, loss, *added = forward(idx, targets)
@@ -88,7 +92,7 @@ def with_teachers(forward: Callable, model: torch.nn.Module, teachers: list, con
         losses = [recompute(soft_losses, *rows, use_reentrant=False) for rows in parts]
         counts = (targets != -100).flatten()
         mean = (torch.cat(losses) * counts).sum() / counts.sum().clamp(min=1)
-        return logits, loss, dict(*added) | {"teacher": config.teacher_share * (mean - loss)}
+        return logits, loss, dict(*added) | {"teacher": share * (mean - loss)}
 
     def soft_losses(logits, *hidden):
         """Return the cross-entropy of each row of logits (N, V) with the teachers' mean

@@ -173,6 +173,15 @@ def published_tokenizer(name: str) -> tiktoken.Encoding:
         ) from None
 
 
+def check_size(tokenizer: tiktoken.Encoding, vocab_size: int) -> tiktoken.Encoding:
+    """Return the tokenizer. Raises UserError if another size was asked for."""
+    if vocab_size not in (0, tokenizer.n_vocab):
+        raise UserError(
+            f"--vocab_size={vocab_size}: give {tokenizer.n_vocab}, or more text for a bpe"
+        )
+    return tokenizer
+
+
 def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_text=True):
     """Make one of TOKENIZERS from the texts, or get one of tiktoken's. "auto" is a BPE here, of a
     size that suits the texts. Raises UserError."""
@@ -186,11 +195,7 @@ def build_tokenizer(kind: str, texts: Iterable[str] = (), vocab_size=0, end_of_t
         tokenizer = from_tokens(kind, BYTES, end_of_text)
     else:
         tokenizer = published_tokenizer(kind)
-    if vocab_size not in (0, tokenizer.n_vocab):
-        raise UserError(
-            f"--vocab_size={vocab_size}: give {tokenizer.n_vocab}, or more text for a bpe"
-        )
-    return tokenizer
+    return check_size(tokenizer, vocab_size)
 
 
 def bytes_per_token(tokenizer: tiktoken.Encoding) -> np.ndarray:

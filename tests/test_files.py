@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gptling.cli import UserError
-from gptling.files import lock_directory, new_directory, replace
+from gptling.files import lock_directory, new_directory, write_whole
 from tests.conftest import contents
 from tests.scripts import TEXT, TINY, run_here, start
 
@@ -47,8 +47,8 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(here, monkeypatch):
 def test_a_file_is_replaced_whole_once_it_is_on_the_disk(tmp_path, monkeypatch):
     path, synced = tmp_path / "meta.json", []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(contents(tmp_path)))
-    replace(path, b"first")
-    replace(path, b"second")
+    write_whole(path, b"first")
+    write_whole(path, b"second")
     assert [set(found.values()) for found in synced] == [{b"first"}, {b"first", b"second"}]
     assert contents(tmp_path) == {Path("meta.json"): b"second"}
 
@@ -71,7 +71,7 @@ def test_a_rename_that_is_denied_once_is_tried_again(tmp_path, monkeypatch):
     deny("rename", os.rename)
     deny("replace", os.replace)
     with new_directory(tmp_path / "data") as new:
-        replace(new / "a", b"whole")
+        write_whole(new / "a", b"whole")
     assert not denied and (tmp_path / "data").is_symlink()
     assert contents(tmp_path / "drive") == {Path("a"): b"whole"}
 
@@ -88,11 +88,11 @@ def test_a_drive_that_cannot_sync_directories_gets_whole_files(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "fsync", fail)
     with new_directory(tmp_path / "new") as new:
-        replace(new / "a", b"whole")
+        write_whole(new / "a", b"whole")
     assert contents(tmp_path / "new") == {Path("a"): b"whole"}
     kinds.add(stat.S_ISREG)
     with pytest.raises(OSError, match="Invalid argument"):
-        replace(tmp_path / "a", b"")
+        write_whole(tmp_path / "a", b"")
 
 
 @pytest.mark.parametrize(

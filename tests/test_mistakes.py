@@ -64,6 +64,8 @@ MISTAKES = [
     ("prepare.py new.txt --tokenizer=out/mine", "'ü'", "U+00FC"),
     ("prepare.py a.txt --tokenizer=bpe --vocab_size=256", "256", "257"),
     ("prepare.py a.txt --tokenizer=bpe --vocab_size=5000", "5000", "more text"),
+    ("prepare.py a.txt --tokenizer=out/mine --vocab_size=5000", "5000", "give "),
+    ("prepare.py a.txt --vocab_size=-5", "--vocab_size=-5", "at least 0", 2),
     ("prepare.py a.txt --tokenizer=char --vocab_size=500", "500", "bpe"),
     # ------------------------------------------------------------ flags and presets
     ("train.py --datset=shakespeare_char", "--datset", "--dataset", 2),

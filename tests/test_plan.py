@@ -423,7 +423,7 @@ def test_a_plan_is_printed_stored_and_kept_to(here):
     steps = config["max_iters"]
     plan = dict(re.findall(r"(\w+)=([^,\s]+)", output.partition("\ndata:")[0]))
     fields = {name for name, value in vars(TrainConfig()).items() if value is None}
-    assert plan.keys() == fields - {"n_layer", "muon_lr"} - {"teacher_share"}  # given, and unused
+    assert plan.keys() == fields - {"n_layer", "muon_lr"} - {"teacher_share"}  # given, and None
     for name in plan.keys() - {"max_iters"}:  # the machine's speed may have changed it
         value = config[name]
         assert plan[name] == (f"{value:.3g}" if isinstance(value, float) else str(value)), name
@@ -444,7 +444,7 @@ def test_a_real_run_ends_on_time(tmp_path):
         ("", [*NARROW, "--optimizer=adamw"], 0.002, {"n_layer": 1}),
         ("max_iters = 2\neval_interval = 2\n", [], None, {"n_embd": 128}),
         ("max_iters = 2\nbatch_size = 3\n", [*NARROW, "--minutes=0.003"], 0.003, {"batch_size": 3}),
-        ("minutes = 0.003\n", NARROW, 0.003, {}),
+        ("minutes = 0.003\n", ["--n_layer=1", "--n_head=6"], 0.003, {"n_head": 6}),
         ("max_iters = 2\n", ["--init_from=out/first"], None, {"learning_rate": 0.001}),
         ("", ["--init_from=out/first"], 0.002, {"n_layer": 2, "n_embd": 16, "block_size": 16}),
     ],

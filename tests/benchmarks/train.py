@@ -69,7 +69,7 @@ def worker(case: dict):
     from model import GPT, GPTConfig
     from train import TrainConfig, configure_optimizers
 
-    tune_allocator()
+    tune_allocator(sharded=False)
     fields, batch_size = SIZES[case["size"]]
     config = GPTConfig(**fields)
     device = "cuda" if torch.cuda.is_available() else "cpu"
