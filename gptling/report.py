@@ -225,7 +225,7 @@ class Report:
         words = f"{decode(prompt)} | {decode(drawn)}".split()
         self.say(f"sample: {' '.join(words):.90}")
 
-    def close(self, stopped: bool, is_followed: bool):
+    def close(self, stopped: bool, is_followed: bool = False):
         """Print the best loss, how often the text was seen, and the next command. is_followed:
         whether the run trains another model."""
         self.bar.close()
