@@ -5,8 +5,7 @@
     logits, loss = model(idx, targets)
     for token in model.generate(idx, max_new_tokens=100, top_k=40): ...
 
-Shapes: B sequences in a batch, T tokens in each (the queries), S keys (T, and those in the cache),
-
+Sizes: B sequences in a batch, T tokens in each (the queries), S keys (T, and those in the cache),
 C numbers for a token (n_embd), nh heads, hs = C / nh, V tokens in the vocabulary, N = B T.
 
 References:
