@@ -226,21 +226,23 @@ def adopt_sizes(config, given: dict, model_class: type, checkpoint: Path | None)
     """Give the configuration the sizes of the model in a checkpoint, if there is one, except for
     those with a flag. Return the longest sequence that this model and the teachers accept. Raises
     UserError for a size that they cannot have."""
+    paths = filter(None, [*teacher_paths(config), checkpoint])
+    sizes = {path: stored_sizes(model_class, path) for path in paths}
     longest = math.inf
-    for path in filter(None, [*teacher_paths(config), checkpoint]):
-        longest = min(longest, stored_sizes(model_class, path)["block_size"])
+    for path, stored in sizes.items():
+        longest = min(longest, stored["block_size"])
         if (config.block_size or 0) > longest:
             raise UserError(
                 f"--block_size={config.block_size}: {path} accepts at most {longest} tokens"
             )
     if not checkpoint:
         return longest
-    stored = stored_sizes(model_class, checkpoint)
-    for name in stored.keys() - {"block_size", "dropout"}:
+    own = sizes[checkpoint]
+    for name in own.keys() - {"block_size", "dropout"}:
         if name not in given:
-            setattr(config, name, stored[name])
-        elif name in ("n_layer", "n_head", "n_embd") and given[name] != stored[name]:
-            raise UserError(f"--{name}={given[name]}: {checkpoint} has {stored[name]}")
+            setattr(config, name, own[name])
+        elif name in ("n_layer", "n_head", "n_embd") and given[name] != own[name]:
+            raise UserError(f"--{name}={given[name]}: {checkpoint} has {own[name]}")
     if config.eval_only and config.block_size is None:
         config.block_size = longest
     return longest
